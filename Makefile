@@ -1,0 +1,46 @@
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The same torch for every environment that this file makes, also for those that pip builds in.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: setup test test-slow lint format typecheck wheel bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $(STAMP)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+# What takes longer: a million-token stream, the wheel in a clean environment.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: setup
+	$(BIN)/mypy
+
+# Builds the wheel, then installs and uses it in a fresh environment.
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m build --wheel --outdir dist .
+	PYTHON=$(PYTHON) bash tests/wheel/check.sh dist/*.whl
+
+bench: setup
+	$(BIN)/python benchmarks/memory_op.py
+	$(BIN)/python benchmarks/stream.py
+
+clean:
+	rm -rf $(VENV) dist build

@@ -1,0 +1,100 @@
+"""Checks of arguments: every error names the argument, what it was and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .state import PassState
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MODES = ("exact", "stale")
+VALUE_PASSES = ("encode", "decode")
+
+
+def choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def effective_minibatch(mode: str, minibatch: int) -> int:
+    """1 for exact mode: a mini-batch of one token is the exact recurrence."""
+    choice("mode", mode, MODES)
+    if not isinstance(minibatch, int) or isinstance(minibatch, bool) or minibatch < 1:
+        raise ValueError(f"minibatch must be a whole number of at least 1; got {minibatch!r}")
+    return minibatch if mode == "stale" else 1
+
+
+def floats(**tensors: Tensor) -> None:
+    device = None
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(
+                f"{name} must be of a floating-point type (fp16, bf16, fp32, fp64); "
+                f"got {tensor.dtype}"
+            )
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on {device} like the rest; got {tensor.device}")
+        device = tensor.device
+
+
+def shape(name: str, tensor: Tensor, expected: Sequence[int], letters: str) -> None:
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(
+            f"{name} must have shape {letters} = {list(expected)}; got {list(tensor.shape)}"
+        )
+
+
+def dimensions(name: str, tensor: Tensor, letters: str) -> None:
+    if tensor.dim() != len(letters.split(",")):
+        raise ValueError(f"{name} must have shape {letters}; got {list(tensor.shape)}")
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any input is, else fp32."""
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def sequences(batch: int, cu_seqlens: Tensor | None, device: torch.device) -> int:
+    if cu_seqlens is None:
+        return batch
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor; got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            "cu_seqlens must have shape [N+1], the bounds of N packed sequences; "
+            f"got {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens must be on {device}; got {cu_seqlens.device}")
+    if batch != 1:
+        raise ValueError(f"with cu_seqlens the batch size must be 1 (one packed row); got {batch}")
+    return cu_seqlens.shape[0] - 1
+
+
+def pass_state(
+    name: str, state: PassState, expected: Sequence[int], minibatch: int, dtype: torch.dtype
+) -> PassState:
+    """The state in the dtype of the computation, with an anchor and an offset in stale mode."""
+    floats(**{name: state.memory})
+    shape(name, state.memory, expected, "[N,H,M,D]")
+    memory = state.memory.to(dtype)
+    if minibatch == 1:
+        return PassState(memory)
+    offset = state.offset
+    if (offset is None) != (state.anchor is None):
+        raise ValueError(f"{name}: anchor and offset must be given together; one is missing")
+    if offset is None:
+        offset = torch.zeros(expected[0], dtype=torch.long, device=memory.device)
+        return PassState(memory, memory, offset)
+    shape(f"{name} offset", offset, expected[:1], "[N]")
+    assert state.anchor is not None
+    shape(f"{name} anchor", state.anchor, expected, "[N,H,M,D]")
+    starts = (offset == 0)[:, None, None, None]
+    return PassState(memory, torch.where(starts, memory, state.anchor.to(dtype)), offset)

@@ -1,0 +1,216 @@
+"""One chunk of one pass in matrix form: the write, the read, the next memory, and their backward.
+
+All tensors are [G, c, ...] with G = sequences x heads and c tokens; memories are [G, m, d].
+w(t, s) is the product of beta over s+1 .. t, built by products: differences of cumulated logs
+lose digits at strong decay and ratios of exponentials overflow. `writes` are the rows
+gamma_t u_t. The equations are in README.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .activations import Phi
+
+
+class Decay:
+    """The decay weights of a chunk, from log_beta [G, c]."""
+
+    def __init__(self, log_beta: Tensor):
+        beta = log_beta.exp()
+        c = beta.shape[1]
+        ones = torch.ones(c, c, dtype=torch.bool, device=beta.device)
+        steps = torch.where(ones.tril(-1), beta[:, :, None], torch.ones_like(beta[:, :1, None]))
+        #: w(t, s) for s <= t, else 0; [G, c, c]
+        self.within = steps.cumprod(1).tril()
+        #: exp(L_t), the decay from the chunk's start up to and with token t; [G, c, 1]
+        self.start = beta.cumprod(1)[..., None]
+
+    @property
+    def end(self) -> Tensor:
+        """w(C, s), from token s to the chunk's end; [G, c, 1]"""
+        return self.within[:, -1, :, None]
+
+    @property
+    def whole(self) -> Tensor:
+        """exp(L_C); [G, 1, 1]"""
+        return self.start[:, -1:]
+
+    def within_before(self) -> Tensor:
+        """w(t - 1, s) for s < t, else 0; [G, c, c]"""
+        shifted = torch.zeros_like(self.within)
+        shifted[:, 1:] = self.within[:, :-1]
+        return shifted
+
+    def start_before(self) -> Tensor:
+        """exp(L_{t-1}); [G, c, 1]"""
+        return torch.cat([torch.ones_like(self.start[:, :1]), self.start[:, :-1]], dim=1)
+
+
+class Written(NamedTuple):
+    """What the write of a chunk leaves for its read and its backward."""
+
+    z: Tensor  # [G, c, m]
+    writes: Tensor  # gamma_t u_t, [G, c, m]
+    coupling: Tensor | None  # w(t-1, s) (x_s . x_t) for s < t; exact mode only
+
+
+def write_exact(
+    x: Tensor, target: Tensor, gamma: Tensor, memory: Tensor, decay: Decay, phi: Phi
+) -> Written:
+    """Forward substitution: row t of z reads the writes of the rows before it. gamma [G, c, 1]."""
+    base = decay.start_before() * (x @ memory.mT)
+    coupling = _lower(decay.within_before(), x @ x.mT)
+    if phi.linear:
+        system = gamma * coupling
+        writes = torch.linalg.solve_triangular(
+            system, gamma * (base - target), upper=False, unitriangular=True
+        )
+        return Written(base - coupling @ writes, writes, coupling)
+    z, writes = torch.empty_like(base), torch.empty_like(base)
+    for t in range(x.shape[1]):
+        row = slice(t, t + 1)
+        if t == 0:
+            z_t = base[:, row]
+        else:
+            z_t = torch.baddbmm(base[:, row], coupling[:, row, :t], writes[:, :t], alpha=-1)
+        z[:, row] = z_t
+        torch.mul(phi.gradient(z_t, target[:, row]), gamma[:, row], out=writes[:, row])
+    return Written(z, writes, coupling)
+
+
+def write_stale(x: Tensor, target: Tensor, gamma: Tensor, anchor: Tensor, phi: Phi) -> Written:
+    z = x @ anchor.mT
+    return Written(z, gamma * phi.gradient(z, target), None)
+
+
+def next_memory(x: Tensor, writes: Tensor, memory: Tensor, decay: Decay) -> Tensor:
+    return torch.baddbmm(decay.whole * memory, (writes * decay.end).mT, x, alpha=-1)
+
+
+def read(
+    query: Tensor, x: Tensor, writes: Tensor, memory: Tensor, decay: Decay, transposed: bool
+) -> Tensor:
+    keys, values, matrix = (writes, x, memory) if transposed else (x, writes, memory.mT)
+    scores = _lower(decay.within, query @ keys.mT)
+    return torch.baddbmm(decay.start * (query @ matrix), scores, values, alpha=-1)
+
+
+class ChunkGradients(NamedTuple):
+    query: Tensor
+    x: Tensor
+    target: Tensor
+    log_beta: Tensor  # [G, c]
+    gamma: Tensor  # [G, c]
+    memory: Tensor
+    anchor: Tensor | None  # stale mode: what flows to the anchor, not yet part of `memory`
+
+
+def backward_chunk(
+    query: Tensor,
+    x: Tensor,
+    target: Tensor,
+    gamma: Tensor,
+    memory: Tensor,
+    anchor: Tensor | None,
+    decay: Decay,
+    written: Written,
+    phi: Phi,
+    transposed: bool,
+    dy: Tensor,
+    dnext: Tensor,
+) -> ChunkGradients:
+    """Gradients of one chunk from dy [G, c, .] and dnext [G, m, d], the next memory's gradient."""
+    z, writes, coupling = written
+
+    # The read and the next memory, as direct functions of query, x, writes and memory.
+    if transposed:
+        values_dot_dy = dy @ x.mT
+        scores_dot = query @ writes.mT
+    else:
+        values_dot_dy = dy @ writes.mT
+        scores_dot = query @ x.mT
+    scores = _lower(decay.within, scores_dot)
+    inner = _lower(decay.within, values_dot_dy)
+    matrix = memory.mT if transposed else memory  # [G, width of y, width of query]
+    dy_matrix = dy @ matrix
+    dquery = decay.start * dy_matrix - inner @ (writes if transposed else x)
+    from_scores, from_values = inner.mT @ query, scores.mT @ dy
+    dwrites, dx = (from_scores, from_values) if transposed else (from_values, from_scores)
+    x_dnext = x @ dnext.mT
+    dwrites = -dwrites - decay.end * x_dnext
+    dx = -dx - decay.end * (writes @ dnext)
+    started = decay.start * query
+    dmemory = decay.whole * dnext
+    dmemory = dmemory + (started.mT @ dy if transposed else dy.mT @ started)
+
+    # The decay: pairs[t, s] weighs the betas of s+1 .. t, starts[t] those of 1 .. t.
+    pairs = -(scores * values_dot_dy)
+    starts = decay.start[..., 0] * (query * dy_matrix).sum(-1)
+    pairs[:, -1] -= decay.end[..., 0] * (writes * x_dnext).sum(-1)
+    starts[:, -1] += decay.whole[:, 0, 0] * (dnext * memory).sum((-1, -2))
+
+    # Through the gradient step itself, z -> writes.
+    danchor = None
+    if coupling is None:
+        assert anchor is not None
+        dz, dcode = phi.tangent(z, target, gamma * dwrites)
+        danchor = dz.mT @ x
+        dx = torch.baddbmm(dx, dz, anchor)
+    else:
+        dz, dcode, dwrites = _substitute_back(z, target, gamma, coupling, dwrites, phi)
+        start_before = decay.start_before()
+        started_dz = start_before * dz
+        dmemory = torch.baddbmm(dmemory, started_dz.mT, x)
+        dz_writes = dz @ writes.mT
+        mixed = _lower(decay.within_before(), dz_writes)
+        dx = dx + started_dz @ memory - (mixed + mixed.mT) @ x
+        # z_t sees the betas up to t - 1: one row up.
+        pairs[:, :-1] -= (coupling * dz_writes)[:, 1:]
+        starts[:, :-1] += (started_dz * (x @ memory.mT)).sum(-1)[:, 1:]
+    dgamma = (phi.gradient(z, target) * dwrites).sum(-1)
+    return ChunkGradients(dquery, dx, -dcode, _log_beta(pairs, starts), dgamma, dmemory, danchor)
+
+
+def _substitute_back(
+    z: Tensor, target: Tensor, gamma: Tensor, coupling: Tensor, direct: Tensor, phi: Phi
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The substitution in reverse. Returns dz, J (gamma dwrites) and the full dwrites."""
+    if phi.linear:
+        dwrites = torch.linalg.solve_triangular(
+            (gamma * coupling).mT, direct, upper=True, unitriangular=True
+        )
+        dz = gamma * dwrites
+        return dz, dz, dwrites
+    dz, dcode = torch.empty_like(z), torch.empty_like(z)
+    dwrites = direct.clone()
+    columns = coupling.mT  # [s, t]: what row s fed into row t
+    c = z.shape[1]
+    for t in range(c - 1, -1, -1):
+        row = slice(t, t + 1)
+        if t < c - 1:
+            dwrites[:, row] = torch.baddbmm(
+                direct[:, row], columns[:, row, t + 1 :], dz[:, t + 1 :], alpha=-1
+            )
+        dz[:, row], dcode[:, row] = phi.tangent(
+            z[:, row], target[:, row], gamma[:, row] * dwrites[:, row]
+        )
+    return dz, dcode, dwrites
+
+
+def _log_beta(pairs: Tensor, starts: Tensor) -> Tensor:
+    """d log_beta_i = sum over s < i <= t of pairs[t, s] + sum over t >= i of starts[t].
+
+    Summed as it stands: differences of row and column sums would cancel.
+    """
+    before = torch.zeros_like(pairs)
+    before[:, :, 1:] = pairs.cumsum(2)[:, :, :-1]
+    return before.tril().sum(1) + starts.flip(1).cumsum(1).flip(1)
+
+
+def _lower(weights: Tensor, products: Tensor) -> Tensor:
+    """weights * products below and on the diagonal; exact zeros above, also for inf and NaN."""
+    return (weights * products).tril()

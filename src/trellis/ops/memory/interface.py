@@ -1,0 +1,330 @@
+"""The public functions of the compression memory. Equations in README.md."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
+from .library import compress as compress_chunked
+from .reference import compress_reference
+from .state import MemoryState, PassState
+from .step import compress_token
+
+#: "triton" is the place of a GPU kernel; it is refused until there is one.
+BACKENDS = ("auto", "reference", "chunked", "triton")
+
+T = TypeVar("T")
+
+
+def compress(
+    query: Tensor,
+    x: Tensor,
+    target: Tensor,
+    log_beta: Tensor,
+    gamma: Tensor,
+    *,
+    phi: str = "silu",
+    mode: str = "exact",
+    minibatch: int = 16,
+    transposed: bool = False,
+    initial_state: PassState | Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, PassState | None]:
+    """One pass: write every token into a memory M by one gradient step, then read it.
+
+        M <- beta M - gamma J_phi(Mx)^T (phi(Mx) - target) x^T
+        y = M query, or M^T query if `transposed`
+
+    Args:
+        query: [B, T, H, D], or [B, T, H, M] if transposed.
+        x: [B, T, H, D], what is written. target: [B, T, H, M], the code it is to get.
+        log_beta: [B, T, H], the log of the forget gate, at most 0; -inf forgets everything.
+        gamma: [B, T, H], the step size, at least 0.
+        phi: identity, silu, gelu, tanh, layernorm, l2norm or ln_silu.
+        mode: "exact" takes the gradient at the memory of the token before; "stale" at the
+            memory at the start of the mini-batch of `minibatch` tokens.
+        initial_state: PassState or its memory alone, [N, H, M, D]; zeros by default.
+        cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
+            starts from its own entry of `initial_state`. Without it N = B.
+        backend: "auto", "reference" (the definition), "chunked".
+
+    Returns:
+        y [B, T, H, M] ([B, T, H, D] if transposed) in the dtype of `query`, and the final
+        PassState, or None unless `output_final_state`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which and why.
+    """
+    checks.choice("phi", phi, PHI_NAMES)
+    checks.floats(query=query, x=x, target=target, log_beta=log_beta, gamma=gamma)
+    checks.dimensions("x", x, "[B,T,H,D]")
+    checks.dimensions("target", target, "[B,T,H,M]")
+    batch, tokens, heads, width = x.shape
+    slots = target.shape[3]
+    checks.shape("target", target, (batch, tokens, heads, slots), "[B,T,H,M]")
+    if transposed:
+        checks.shape("query", query, (batch, tokens, heads, slots), "[B,T,H,M]")
+    else:
+        checks.shape("query", query, (batch, tokens, heads, width), "[B,T,H,D]")
+    checks.shape("log_beta", log_beta, (batch, tokens, heads), "[B,T,H]")
+    checks.shape("gamma", gamma, (batch, tokens, heads), "[B,T,H]")
+
+    if isinstance(initial_state, Tensor):
+        initial_state = PassState(initial_state)
+    y, state = _compress(
+        query, x, target, log_beta, gamma, phi, checks.effective_minibatch(mode, minibatch),
+        transposed, initial_state, cu_seqlens, _resolve(backend), "initial_state",
+    )  # fmt: skip
+    return y.to(query.dtype), state if output_final_state else None
+
+
+def trellis_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_beta: Tensor | tuple[Tensor, Tensor],
+    gamma: Tensor | tuple[Tensor, Tensor],
+    *,
+    phi: str = "silu",
+    f: str = "ln_silu",
+    psi: str = "identity",
+    value_pass: str = "encode",
+    mode: str = "exact",
+    minibatch: int = 16,
+    initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, MemoryState | None]:
+    """The two-pass compression memory: a key pass, f, and a value pass.
+
+        r = f(compress(q, k, alpha))
+        y = psi(compress(r, v, alpha, transposed))             value_pass="encode"
+        y = psi(compress(r, alpha / |alpha|, v, identity))     value_pass="decode"
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, H, V]. alpha: [B, T, H, M], the code of each token.
+        log_beta, gamma: [B, T, H], or a pair of these, one for each pass.
+        f: ln_silu, l2_silu, softmax, silu or identity. psi: identity, or any phi.
+        initial_state: MemoryState, or the pair (keys, values); zeros by default.
+        The rest as in `compress`.
+
+    Returns:
+        y [B, T, H, V] in the dtype of `q`, and the final MemoryState (fp32, fp64 for fp64
+        inputs), or None unless `output_final_state`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which and why.
+    """
+    log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
+    _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,T,H")
+    count = checks.effective_minibatch(mode, minibatch)
+    backend = _resolve(backend)
+    state = _memory_state(initial_state)
+
+    yhat, keys = _compress(
+        q, k, alpha, log_betas[0], gammas[0], phi, count, False,
+        state and state.key_pass, cu_seqlens, backend, "initial_state.keys",
+    )  # fmt: skip
+    r = FUNCTIONS[f](yhat)
+    write, target, phi, transposed = _value_write(v, alpha, phi, value_pass)
+    y, values = _compress(
+        r, write, target, log_betas[1], gammas[1], phi, count, transposed,
+        state and state.value_pass, cu_seqlens, backend, "initial_state.values",
+    )  # fmt: skip
+    y = FUNCTIONS[psi](y).to(q.dtype)
+    return y, MemoryState.join(keys, values) if output_final_state else None
+
+
+def trellis_memory_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_beta: Tensor | tuple[Tensor, Tensor],
+    gamma: Tensor | tuple[Tensor, Tensor],
+    *,
+    phi: str = "silu",
+    f: str = "ln_silu",
+    psi: str = "identity",
+    value_pass: str = "encode",
+    mode: str = "exact",
+    minibatch: int = 16,
+    initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, MemoryState]:
+    """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
+
+    Returns y [B, H, V] and the state after the token.
+    """
+    log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
+    _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,H")
+    count = checks.effective_minibatch(mode, minibatch)
+    state = _memory_state(initial_state)
+    with torch.autocast(q.device.type, enabled=False):
+        before = _start(k, alpha, state and state.key_pass, None, count, "initial_state.keys")
+        yhat, keys = compress_token(
+            q, k, alpha, log_betas[0], gammas[0], before,
+            phi=phi, minibatch=count, transposed=False,
+        )  # fmt: skip
+        r = FUNCTIONS[f](yhat)
+        write, target, phi, transposed = _value_write(v, alpha, phi, value_pass)
+        before = _start(
+            write, target, state and state.value_pass, None, count, "initial_state.values"
+        )
+        y, values = compress_token(
+            r, write, target, log_betas[1], gammas[1], before,
+            phi=phi, minibatch=count, transposed=transposed,
+        )  # fmt: skip
+        return FUNCTIONS[psi](y).to(q.dtype), MemoryState.join(keys, values)
+
+
+def _compress(
+    query: Tensor,
+    x: Tensor,
+    target: Tensor,
+    log_beta: Tensor,
+    gamma: Tensor,
+    phi: str,
+    minibatch: int,
+    transposed: bool,
+    state: PassState | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
+    state_name: str,
+) -> tuple[Tensor, PassState]:
+    """One checked pass. y comes in the dtype of the computation."""
+    start = _start(x, target, state, cu_seqlens, minibatch, state_name)
+    if backend == "reference":
+        return _run_reference(
+            (query, x, target, log_beta, gamma), start, cu_seqlens, phi, minibatch, transposed
+        )
+    tensors = (query, x, target, log_beta, gamma, start.memory, start.anchor)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    y, memory, anchor, _ = compress_chunked(
+        *tensors, start.offset, cu_seqlens, phi, minibatch, transposed, save
+    )
+    if minibatch == 1:
+        return y, PassState(memory)
+    assert start.offset is not None
+    read = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    offset = (start.offset + read) % minibatch
+    anchor = torch.where((offset == 0)[:, None, None, None], memory, anchor)
+    return y, PassState(memory, anchor, offset)
+
+
+def _run_reference(
+    tensors: tuple[Tensor, ...],
+    start: PassState,
+    cu_seqlens: Tensor | None,
+    phi: str,
+    minibatch: int,
+    transposed: bool,
+) -> tuple[Tensor, PassState]:
+    choices = {"phi": phi, "minibatch": minibatch, "transposed": transposed}
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        if cu_seqlens is None:
+            return compress_reference(*tensors, start, **choices)
+        outputs, states = [], []
+        bounds = cu_seqlens.tolist()
+        for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+            entry = PassState(*(None if part is None else part[n : n + 1] for part in start))
+            y, state = compress_reference(*(t[:, begin:end] for t in tensors), entry, **choices)
+            outputs.append(y)
+            states.append(state)
+        joined = (None if part[0] is None else torch.cat(part) for part in zip(*states))
+        return torch.cat(outputs, dim=1), PassState(*joined)
+
+
+def _start(
+    x: Tensor,
+    target: Tensor,
+    state: PassState | None,
+    cu_seqlens: Tensor | None,
+    minibatch: int,
+    name: str,
+) -> PassState:
+    """The state to start from, checked against the shapes of x and target."""
+    count = checks.sequences(x.shape[0], cu_seqlens, x.device)
+    expected = (count, x.shape[-2], target.shape[-1], x.shape[-1])
+    dtype = checks.compute_dtype(x, target)
+    if state is None:
+        state = PassState(torch.zeros(expected, dtype=dtype, device=x.device))
+    return checks.pass_state(name, state, expected, minibatch, dtype)
+
+
+def _value_write(
+    v: Tensor, alpha: Tensor, phi: str, value_pass: str
+) -> tuple[Tensor, Tensor, str, bool]:
+    """(x, target, phi, transposed) of the value pass."""
+    if value_pass == "encode":
+        return v, alpha, phi, True
+    return l2norm(alpha.to(checks.compute_dtype(alpha))), v, "identity", False
+
+
+def _check_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_betas: tuple[Tensor, Tensor],
+    gammas: tuple[Tensor, Tensor],
+    phi: str,
+    f: str,
+    psi: str,
+    value_pass: str,
+    leading: str,
+) -> None:
+    checks.choice("phi", phi, PHI_NAMES)
+    checks.choice("f", f, F_NAMES)
+    checks.choice("psi", psi, PSI_NAMES)
+    checks.choice("value_pass", value_pass, checks.VALUE_PASSES)
+    checks.floats(
+        q=q, k=k, v=v, alpha=alpha, log_beta=log_betas[0], gamma=gammas[0],
+        **{"log_beta[1]": log_betas[1], "gamma[1]": gammas[1]},
+    )  # fmt: skip
+    checks.dimensions("q", q, f"{leading},K]")
+    lead = q.shape[:-1]
+    checks.shape("k", k, q.shape, f"{leading},K]")
+    for name, tensor, letter in (("v", v, "V"), ("alpha", alpha, "M")):
+        checks.dimensions(name, tensor, f"{leading},{letter}]")
+        checks.shape(name, tensor, (*lead, tensor.shape[-1]), f"{leading},{letter}]")
+    for name, pair in (("log_beta", log_betas), ("gamma", gammas)):
+        for tensor in pair:
+            checks.shape(name, tensor, lead, f"{leading}]")
+
+
+def _pair(name: str, given: T | tuple[T, T]) -> tuple[T, T]:
+    if isinstance(given, (tuple, list)):
+        if len(given) != 2:
+            raise ValueError(
+                f"{name} must be one tensor or a pair (key pass, value pass); got {len(given)}"
+            )
+        return given[0], given[1]
+    return given, given
+
+
+def _memory_state(state: MemoryState | tuple[Tensor, Tensor] | None) -> MemoryState | None:
+    if state is None or isinstance(state, MemoryState):
+        return state
+    if not isinstance(state, (tuple, list)) or len(state) not in (2, 5):
+        raise ValueError(
+            "initial_state must be a MemoryState or the pair (keys, values); "
+            f"got {type(state).__name__}"
+        )
+    return MemoryState(*state)
+
+
+def _resolve(backend: str) -> str:
+    checks.choice("backend", backend, BACKENDS)
+    if backend == "triton":
+        raise NotImplementedError(
+            "backend='triton' is not part of this version; use 'auto', 'chunked' or 'reference'"
+        )
+    return "chunked" if backend == "auto" else backend
