@@ -82,27 +82,6 @@ class Phi(Protocol):
         """(du/dz direction, J direction)."""
 
 
-class _Elementwise:
-    linear = False
-
-    def first(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(phi(z), phi'(z))"""
-        raise NotImplementedError
-
-    def second(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(phi(z), phi'(z), phi''(z))"""
-        raise NotImplementedError
-
-    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        value, slope = self.first(z)
-        return (value - target) * slope
-
-    def tangent(self, z: Tensor, target: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-        value, slope, curvature = self.second(z)
-        along = slope * direction
-        return curvature * (value - target) * direction + slope * along, along
-
-
 class _Identity:
     linear = True
 
@@ -113,13 +92,33 @@ class _Identity:
         return direction, direction
 
 
-class _Silu(_Elementwise):
-    def first(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        sigmoid = z.sigmoid()
-        value = z * sigmoid
-        return value, torch.addcmul(sigmoid, value, 1 - sigmoid)
+class Elementwise:
+    """phi that acts on each entry alone: its Jacobian and du/dz are diagonal."""
 
-    def second(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    linear = False
+
+    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(phi(z), phi'(z), phi''(z))"""
+        raise NotImplementedError
+
+    def diagonals(self, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The diagonals of du/dz and of J."""
+        value, slope, curvature = self.derivatives(z)
+        return torch.addcmul(slope * slope, curvature, value - target), slope
+
+    def tangent(self, z: Tensor, target: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        change, slope = self.diagonals(z, target)
+        return change * direction, slope * direction
+
+
+class _Silu(Elementwise):
+    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
+        return torch.ops.aten.silu_backward(F.silu(z) - target, z)
+
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sigmoid = z.sigmoid()
         value = z * sigmoid
         rest = 1 - sigmoid
@@ -127,27 +126,25 @@ class _Silu(_Elementwise):
         return value, torch.addcmul(sigmoid, value, rest), curvature
 
 
-class _Gelu(_Elementwise):
+class _Gelu(Elementwise):
     """The exact form, z times the normal distribution function."""
 
-    def first(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        cumulative = torch.special.ndtr(z)
-        density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        return z * cumulative, torch.addcmul(cumulative, z, density)
+    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
+        return torch.ops.aten.gelu_backward(F.gelu(z) - target, z)
 
-    def second(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cumulative = torch.special.ndtr(z)
         density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
         slope = torch.addcmul(cumulative, z, density)
         return z * cumulative, slope, density * (2 - z * z)
 
 
-class _Tanh(_Elementwise):
-    def first(self, z: Tensor) -> tuple[Tensor, Tensor]:
+class _Tanh(Elementwise):
+    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
         value = z.tanh()
-        return value, 1 - value * value
+        return torch.ops.aten.tanh_backward(value - target, value)
 
-    def second(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value = z.tanh()
         slope = 1 - value * value
         return value, slope, -2 * value * slope
@@ -211,11 +208,11 @@ class _LnSilu:
         self.outer = _Normalise(centred=True)
 
     def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        value, slope = self.inner.first(z)
-        return slope * self.outer.gradient(value, target)
+        value = F.silu(z)
+        return torch.ops.aten.silu_backward(self.outer.gradient(value, target), z)
 
     def tangent(self, z: Tensor, target: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-        value, slope, curvature = self.inner.second(z)
+        value, slope, curvature = self.inner.derivatives(z)
         change, moved = self.outer.tangent(value, target, slope * direction)
         return curvature * direction * self.outer.gradient(value, target) + slope * change, moved
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .activations import Phi
+from .activations import Elementwise, Phi
 
 
 class Decay:
@@ -185,19 +185,29 @@ def _substitute_back(
         )
         dz = gamma * dwrites
         return dz, dz, dwrites
-    dz, dcode = torch.empty_like(z), torch.empty_like(z)
-    dwrites = direct.clone()
     columns = coupling.mT  # [s, t]: what row s fed into row t
     c = z.shape[1]
+    dz, dwrites = torch.empty_like(z), torch.empty_like(z)
+    dcode = torch.empty_like(z)
+    slope = through = None
+    if isinstance(phi, Elementwise):
+        change, slope = phi.diagonals(z, target)
+        through = gamma * change
     for t in range(c - 1, -1, -1):
         row = slice(t, t + 1)
+        dwrites_t = direct[:, row]
         if t < c - 1:
-            dwrites[:, row] = torch.baddbmm(
-                direct[:, row], columns[:, row, t + 1 :], dz[:, t + 1 :], alpha=-1
+            later = dz[:, t + 1 :]
+            dwrites_t = torch.baddbmm(dwrites_t, columns[:, row, t + 1 :], later, alpha=-1)
+        dwrites[:, row] = dwrites_t
+        if through is not None:
+            torch.mul(through[:, row], dwrites_t, out=dz[:, row])
+        else:
+            dz[:, row], dcode[:, row] = phi.tangent(
+                z[:, row], target[:, row], gamma[:, row] * dwrites_t
             )
-        dz[:, row], dcode[:, row] = phi.tangent(
-            z[:, row], target[:, row], gamma[:, row] * dwrites[:, row]
-        )
+    if slope is not None:
+        dcode = slope * gamma * dwrites
     return dz, dcode, dwrites
 
 

@@ -20,8 +20,8 @@ from .activations import PHI
 from .layout import ChunkLayout, ChunkRows
 
 #: Tokens per chunk in exact mode, and tokens between two saved memories.
-EXACT_CHUNK = 16
-SEGMENT_TOKENS = 128
+EXACT_CHUNK = 32
+SEGMENT_TOKENS = 256
 
 
 def chunk_size(minibatch: int) -> int:

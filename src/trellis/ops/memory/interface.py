@@ -7,10 +7,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .library import compress as compress_chunked
 from .reference import compress_reference
+from .start import VALUE_PASSES, effective_minibatch, pass_state
 from .state import MemoryState, PassState
 from .step import compress_token
 
@@ -78,7 +79,7 @@ def compress(
     if isinstance(initial_state, Tensor):
         initial_state = PassState(initial_state)
     y, state = _compress(
-        query, x, target, log_beta, gamma, phi, checks.effective_minibatch(mode, minibatch),
+        query, x, target, log_beta, gamma, phi, effective_minibatch(mode, minibatch),
         transposed, initial_state, cu_seqlens, _resolve(backend), "initial_state",
     )  # fmt: skip
     return y.to(query.dtype), state if output_final_state else None
@@ -125,7 +126,7 @@ def trellis_memory(
     """
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,T,H")
-    count = checks.effective_minibatch(mode, minibatch)
+    count = effective_minibatch(mode, minibatch)
     backend = _resolve(backend)
     state = _memory_state(initial_state)
 
@@ -165,7 +166,7 @@ def trellis_memory_step(
     """
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,H")
-    count = checks.effective_minibatch(mode, minibatch)
+    count = effective_minibatch(mode, minibatch)
     state = _memory_state(initial_state)
     with torch.autocast(q.device.type, enabled=False):
         before = _start(k, alpha, state and state.key_pass, None, count, "initial_state.keys")
@@ -256,7 +257,7 @@ def _start(
     dtype = checks.compute_dtype(x, target)
     if state is None:
         state = PassState(torch.zeros(expected, dtype=dtype, device=x.device))
-    return checks.pass_state(name, state, expected, minibatch, dtype)
+    return pass_state(name, state, expected, minibatch, dtype)
 
 
 def _value_write(
@@ -284,7 +285,7 @@ def _check_memory(
     checks.choice("phi", phi, PHI_NAMES)
     checks.choice("f", f, F_NAMES)
     checks.choice("psi", psi, PSI_NAMES)
-    checks.choice("value_pass", value_pass, checks.VALUE_PASSES)
+    checks.choice("value_pass", value_pass, VALUE_PASSES)
     checks.floats(
         q=q, k=k, v=v, alpha=alpha, log_beta=log_betas[0], gamma=gammas[0],
         **{"log_beta[1]": log_betas[1], "gamma[1]": gammas[1]},

@@ -7,24 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .state import PassState
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MODES = ("exact", "stale")
-VALUE_PASSES = ("encode", "decode")
 
 
 def choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-
-def effective_minibatch(mode: str, minibatch: int) -> int:
-    """1 for exact mode: a mini-batch of one token is the exact recurrence."""
-    choice("mode", mode, MODES)
-    if not isinstance(minibatch, int) or isinstance(minibatch, bool) or minibatch < 1:
-        raise ValueError(f"minibatch must be a whole number of at least 1; got {minibatch!r}")
-    return minibatch if mode == "stale" else 1
 
 
 def floats(**tensors: Tensor) -> None:
@@ -76,25 +64,3 @@ def sequences(batch: int, cu_seqlens: Tensor | None, device: torch.device) -> in
     if batch != 1:
         raise ValueError(f"with cu_seqlens the batch size must be 1 (one packed row); got {batch}")
     return cu_seqlens.shape[0] - 1
-
-
-def pass_state(
-    name: str, state: PassState, expected: Sequence[int], minibatch: int, dtype: torch.dtype
-) -> PassState:
-    """The state in the dtype of the computation, with an anchor and an offset in stale mode."""
-    floats(**{name: state.memory})
-    shape(name, state.memory, expected, "[N,H,M,D]")
-    memory = state.memory.to(dtype)
-    if minibatch == 1:
-        return PassState(memory)
-    offset = state.offset
-    if (offset is None) != (state.anchor is None):
-        raise ValueError(f"{name}: anchor and offset must be given together; one is missing")
-    if offset is None:
-        offset = torch.zeros(expected[0], dtype=torch.long, device=memory.device)
-        return PassState(memory, memory, offset)
-    shape(f"{name} offset", offset, expected[:1], "[N]")
-    assert state.anchor is not None
-    shape(f"{name} anchor", state.anchor, expected, "[N,H,M,D]")
-    starts = (offset == 0)[:, None, None, None]
-    return PassState(memory, torch.where(starts, memory, state.anchor.to(dtype)), offset)

@@ -1,0 +1,19 @@
+"""Layers that mix tokens along the sequence, all with one interface (see base.Mixer)."""
+
+from .base import Mixer
+from .registry import MIXERS, build_mixer, mixer_config
+from .transformer import AttentionState, TransformerMixer, TransformerMixerConfig
+from .trellis import TrellisMixer, TrellisMixerConfig, TrellisState
+
+__all__ = [
+    "MIXERS",
+    "AttentionState",
+    "Mixer",
+    "TransformerMixer",
+    "TransformerMixerConfig",
+    "TrellisMixer",
+    "TrellisMixerConfig",
+    "TrellisState",
+    "build_mixer",
+    "mixer_config",
+]

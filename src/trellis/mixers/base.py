@@ -1,0 +1,65 @@
+"""The interface of every mixer, and the checks that their configurations share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Mixer", "State", "at_least", "check_streams", "head_size"]
+
+#: A NamedTuple of tensors, of None and of further such tuples. The first dimension of every
+#: tensor counts sequences, so that a cache can select, repeat and save states of any mixer.
+State = Any
+
+
+class Mixer(nn.Module):
+    """Mixes tokens along the sequence. One state per sequence lets it go on where it stopped.
+
+    `forward(x)` equals `forward(x, init_state(batch))`; feeding a sequence in pieces, each with
+    the state that the one before returned, equals feeding it whole.
+    """
+
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """x [B, T, dim] -> (y [B, T, dim], state of B sequences).
+
+        With cu_seqlens [N+1], x is one row [1, T, dim] of N packed sequences, and the states
+        in and out are of N sequences. Mixers never see padding.
+        """
+        raise NotImplementedError
+
+    def init_state(self, batch: int) -> State:
+        """The state of `batch` sequences before their first token."""
+        raise NotImplementedError
+
+    def state_size(self, tokens: int | None = None) -> float:
+        """Numbers that the state of one sequence holds after `tokens` tokens.
+
+        None asks for the bound over any number of tokens; it is math.inf where there is none.
+        """
+        raise NotImplementedError
+
+
+def check_streams(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    streams = tuple(value)
+    if isinstance(value, str) or not set(streams) <= {"q", "k", "v"}:
+        raise ValueError(f"{name} must be a list of some of 'q', 'k' and 'v'; got {value!r}")
+    return streams
+
+
+def at_least(name: str, value: float, least: float, *, whole: bool = True) -> None:
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not number or not value >= least or math.isinf(value):
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"{name} must be a {kind} of at least {least}; got {value!r}")
+
+
+def head_size(dim: int, heads: int) -> int:
+    at_least("heads", heads, 1)
+    if dim % heads:
+        raise ValueError(f"heads must divide the width, {dim}; got {heads}")
+    return dim // heads

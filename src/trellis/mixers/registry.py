@@ -1,0 +1,44 @@
+"""Mixers by name. A new mixer is a file beside this one and a line in MIXERS."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from .base import Mixer
+from .transformer import TransformerMixer, TransformerMixerConfig
+from .trellis import TrellisMixer, TrellisMixerConfig
+
+#: name -> (configuration, mixer). A mixer is built as mixer(dim, heads, configuration).
+MIXERS: dict[str, tuple[type, type[Mixer]]] = {
+    "trellis": (TrellisMixerConfig, TrellisMixer),
+    "transformer": (TransformerMixerConfig, TransformerMixer),
+}
+
+
+def check_name(name: object) -> None:
+    if name not in MIXERS:
+        near = difflib.get_close_matches(str(name), MIXERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {name!r}{hint}")
+
+
+def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
+    """The typed configuration of mixer `name`. Raises ValueError at an unknown field."""
+    check_name(name)
+    config_class = MIXERS[name][0]
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for field in fields:
+        if field not in known:
+            near = difflib.get_close_matches(field, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"mixer {name!r} has no field {field!r}{hint}")
+    return config_class(**fields)
+
+
+def build_mixer(name: str, dim: int, heads: int, **fields: Any) -> Mixer:
+    """A mixer of width `dim`, e.g. build_mixer("trellis", 256, 4, slots=32)."""
+    config = mixer_config(name, fields)
+    return MIXERS[name][1](dim, heads, config)

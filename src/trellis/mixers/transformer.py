@@ -1,0 +1,182 @@
+"""Softmax attention as in Transformer++ (Llama): rotary positions, causal, with a key-value cache.
+
+With a window, a token sees itself and the window - 1 tokens before it, and the cache is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Mixer, at_least, head_size
+
+#: A mask is built for so many (query, key) pairs at a time.
+MASK_ENTRIES = 2**23
+
+
+@dataclass
+class TransformerMixerConfig:
+    """heads: number of heads; None takes the model's `num_attention_heads`.
+
+    window: tokens that a token sees, itself included; None sees all before it.
+    rope_theta: base of the rotary frequencies.
+    """
+
+    heads: int | None = None
+    window: int | None = None
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.heads is not None:
+            at_least("heads", self.heads, 1)
+        if self.window is not None:
+            at_least("window", self.window, 1)
+        at_least("rope_theta", self.rope_theta, 1, whole=False)
+
+
+class AttentionState(NamedTuple):
+    """The cache of N sequences, aligned at its end: the newest token is the last column.
+
+    keys, values: [N, H, L, D], keys already rotated. length: [N], tokens read so far; the last
+    min(length, L) columns of a sequence are filled.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+
+class TransformerMixer(Mixer):
+    def __init__(self, dim: int, heads: int, config: TransformerMixerConfig):
+        super().__init__()
+        self.config = config
+        self.heads = config.heads or heads
+        self.head = head_size(dim, self.heads)
+        if self.head % 2:
+            raise ValueError(f"rotary positions need an even head size; got {self.head}")
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, state: AttentionState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, AttentionState]:
+        q, k, v = (self._split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if cu_seqlens is None:
+            if state is None:
+                state = self.init_state(x.shape[0])
+            y, state = self._attend(q, k, v, state)
+        else:
+            if state is None:
+                state = self.init_state(cu_seqlens.shape[0] - 1)
+            y, state = self._attend_packed(q, k, v, state, cu_seqlens)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), state
+
+    def init_state(self, batch: int) -> AttentionState:
+        weight = self.o_proj.weight
+        empty = weight.new_zeros(batch, self.heads, 0, self.head)
+        return AttentionState(
+            empty, empty, torch.zeros(batch, dtype=torch.long, device=weight.device)
+        )
+
+    def state_size(self, tokens: int | None = None) -> float:
+        columns = min(math.inf if tokens is None else tokens, self._kept)
+        return 2 * self.heads * self.head * columns + 1
+
+    @property
+    def _kept(self) -> float:
+        """Columns that the next token may see."""
+        return math.inf if self.config.window is None else self.config.window - 1
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, H * D] -> [B, H, T, D]"""
+        return x.unflatten(-1, (self.heads, self.head)).transpose(1, 2)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState
+    ) -> tuple[Tensor, AttentionState]:
+        """q, k, v [N, H, T, D], equally many new tokens for every sequence."""
+        place = state.length[:, None] + torch.arange(q.shape[2], device=q.device)
+        cosine, sine = self._rotation(place, q.dtype)
+        q, k = _rotate(q, cosine, sine), _rotate(k, cosine, sine)
+        cached = state.keys.shape[2]
+        if cached:
+            k = torch.cat([state.keys.to(k.dtype), k], dim=2)
+            v = torch.cat([state.values.to(v.dtype), v], dim=2)
+        if cached == 0 and self.config.window is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = _masked_attention(q, k, v, state.length.clamp(max=cached), self.config.window)
+        length = state.length + q.shape[2]
+        kept = int(min(k.shape[2], self._kept))
+        first = k.shape[2] - kept
+        return y, AttentionState(k[:, :, first:], v[:, :, first:], length)
+
+    def _attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, cu_seqlens: Tensor
+    ) -> tuple[Tensor, AttentionState]:
+        """One row of sequences, each attended to on its own; the caches are aligned afterwards."""
+        bounds = cu_seqlens.tolist()
+        outputs, states = [], []
+        for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+            entry = AttentionState(*(part[n : n + 1] for part in state))
+            y, after = self._attend(*(t[:, :, begin:end] for t in (q, k, v)), entry)
+            outputs.append(y)
+            states.append(after)
+        longest = max((s.keys.shape[2] for s in states), default=0)
+        keys = [F.pad(s.keys, (0, 0, longest - s.keys.shape[2], 0)) for s in states]
+        values = [F.pad(s.values, (0, 0, longest - s.values.shape[2], 0)) for s in states]
+        if not states:
+            return q, state
+        joined = AttentionState(
+            torch.cat(keys), torch.cat(values), torch.cat([s.length for s in states])
+        )
+        return torch.cat(outputs, dim=2), joined
+
+    def _rotation(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angle of every place [N, T] and pair of channels, [N, 1, T, D]."""
+        exponents = torch.arange(0, self.head, 2, device=place.device).float() / self.head
+        angles = place[..., None].float() * self.config.rope_theta**-exponents
+        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Channel i is paired with channel i + D/2, as in Llama."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-second, first], dim=-1) * sine
+
+
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, filled: Tensor, window: int | None
+) -> Tensor:
+    """Attention of the last T of S columns to the columns before them, block by block.
+
+    q [N, H, T, D]; k, v [N, H, S, D]; of the first S - T columns the last `filled` [N] hold tokens.
+    """
+    tokens, columns = q.shape[2], k.shape[2]
+    cached = columns - tokens
+    block = max(1, MASK_ENTRIES // max(columns, 1))
+    if window is not None:
+        block = min(block, max(window, 128))
+    outputs = []
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        low = 0 if window is None else max(0, cached + start - window + 1)
+        row = torch.arange(cached + start, cached + stop, device=q.device)[:, None]
+        column = torch.arange(low, cached + stop, device=q.device)
+        seen = column <= row
+        if window is not None:
+            seen = seen & (column > row - window)
+        seen = seen & (column >= cached - filled[:, None, None, None])
+        keys, values = k[:, :, low : cached + stop], v[:, :, low : cached + stop]
+        outputs.append(
+            F.scaled_dot_product_attention(q[:, :, start:stop], keys, values, attn_mask=seen)
+        )
+    return torch.cat(outputs, dim=2) if outputs else torch.zeros_like(q)

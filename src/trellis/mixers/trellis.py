@@ -1,0 +1,298 @@
+"""The Trellis mixer: two passes of a memory that learns while it reads.
+
+    x -> q, k, v (short convolution and SiLU on some) -> unit length per head
+      -> alpha, the code of each token; gamma, the step size; beta, the forget gate
+      -> trellis_memory -> RMSNorm per head -> * GELU(gate) -> output projection
+
+Paper: "Trellis: Learning to Compress Key-Value Memory in Attention Models". The equations of the
+memory are in ops/memory/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import MemoryState, checks, trellis_memory, trellis_memory_step
+from ..ops.memory import BACKENDS
+from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES, l2norm
+from ..ops.memory.start import MODES, VALUE_PASSES
+from .base import Mixer, at_least, check_streams, head_size
+from .layers import DecayGate, ShortConvolution, wide
+
+STEPS = ("sigmoid", "softplus", "constant")
+DECAYS = ("softplus", "sigmoid")
+#: Beside |k|^2 and |v|^2 in the normalised-LMS step.
+LMS_EPSILON = 1e-6
+
+
+@dataclass
+class TrellisMixerConfig:
+    """Every choice of the mixer. The defaults are the paper's, in exact mode.
+
+    heads: number of heads; None takes the model's `num_attention_heads`.
+    slots: memory slots per head (m); None takes the head size.
+    phi: non-linearity of the compression (identity is the paper's "linear").
+    f: non-linearity between the passes. psi: non-linearity of the output.
+    mode: "exact", or "stale" with the gradient taken once per mini-batch.
+    minibatch: tokens per mini-batch in stale mode; the step size is divided by it there.
+    value_pass: "encode" (the paper's) regresses the code from the value and reads with the
+        transpose; "decode" regresses the value from the code.
+    conv_width: width of the causal convolution; 0 leaves it out.
+    conv_on: the streams it acts on, of "q", "k" and "v". SiLU follows it.
+    normalize: the streams scaled to unit length per head; None means q, k and v, and with
+        value_pass="decode", where v is a target, q and k.
+    lms_step: divide the step size by |k|^2 in the key pass and by |v|^2 in the value pass
+        (normalised LMS), instead of normalising k and v.
+    step: gamma = step_max * sigmoid(.), softplus(.) without a bound, or the constant step_max.
+    step_max: upper end of gamma's range. step_bias: the bias that gamma's projection starts at.
+    forget_gate: False keeps everything (beta = 1).
+    decay: log_beta = -exp(A_log) softplus(. + dt_bias), or "sigmoid": logsigmoid(.) / decay_temperature.
+    decay_rate, decay_step: ranges that exp(A_log) and softplus(dt_bias) start in.
+    separate_gates: one gamma and one beta for each pass, instead of one for both.
+    normalize_alpha: an RMS norm, with a learnable scale, on each head's code.
+    learn_initial_memory: start from learned memories instead of zeros; None means only where
+        phi is degenerate at zero (layernorm, l2norm, ln_silu).
+    initial_memory_std: spread of the learned memories at initialisation.
+    norm_eps: epsilon of the RMS norms. backend: the op's backend.
+    """
+
+    heads: int | None = None
+    slots: int | None = None
+    phi: str = "silu"
+    f: str = "ln_silu"
+    psi: str = "identity"
+    mode: str = "exact"
+    minibatch: int = 16
+    value_pass: str = "encode"
+    conv_width: int = 4
+    conv_on: tuple[str, ...] = ("q", "k")
+    normalize: tuple[str, ...] | None = None
+    lms_step: bool = False
+    step: str = "sigmoid"
+    step_max: float = 1.0
+    step_bias: float = 0.0
+    forget_gate: bool = True
+    decay: str = "softplus"
+    decay_rate: tuple[float, float] = (1.0, 16.0)
+    decay_step: tuple[float, float] = (1e-3, 0.1)
+    decay_temperature: float = 16.0
+    separate_gates: bool = False
+    normalize_alpha: bool = False
+    learn_initial_memory: bool | None = None
+    initial_memory_std: float = 1.0
+    norm_eps: float = 1e-6
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        checks.choice("phi", self.phi, PHI_NAMES)
+        checks.choice("f", self.f, F_NAMES)
+        checks.choice("psi", self.psi, PSI_NAMES)
+        checks.choice("mode", self.mode, MODES)
+        checks.choice("value_pass", self.value_pass, VALUE_PASSES)
+        checks.choice("step", self.step, STEPS)
+        checks.choice("decay", self.decay, DECAYS)
+        checks.choice("backend", self.backend, BACKENDS)
+        at_least("minibatch", self.minibatch, 1)
+        at_least("conv_width", self.conv_width, 0)
+        at_least("step_max", self.step_max, 0, whole=False)
+        at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
+        if self.slots is not None:
+            at_least("slots", self.slots, 1)
+        if self.heads is not None:
+            at_least("heads", self.heads, 1)
+        self.conv_on = check_streams("conv_on", self.conv_on) if self.conv_width else ()
+        if self.normalize is None:
+            encode = self.value_pass == "encode"
+            self.normalize = ("q",) if self.lms_step else ("q", "k", "v") if encode else ("q", "k")
+        self.normalize = check_streams("normalize", self.normalize)
+        if self.learn_initial_memory is None:
+            self.learn_initial_memory = self.phi in NORMALISING_PHI
+        for name in ("decay_rate", "decay_step"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be a range 0 < low <= high; got {(low, high)}")
+            setattr(self, name, (low, high))
+        if not self.decay_temperature > 0:
+            raise ValueError(f"decay_temperature must be above 0; got {self.decay_temperature}")
+
+
+class TrellisState(NamedTuple):
+    """The two memories and the last inputs of each convolution."""
+
+    memory: MemoryState
+    q_tail: Tensor | None = None
+    k_tail: Tensor | None = None
+    v_tail: Tensor | None = None
+
+
+class TrellisMixer(Mixer):
+    def __init__(self, dim: int, heads: int, config: TrellisMixerConfig):
+        super().__init__()
+        self.config = config
+        self.heads = config.heads or heads
+        self.head = head_size(dim, self.heads)
+        self.slots = config.slots or self.head
+        gates = self.heads * (2 if config.separate_gates else 1)
+
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        self.g_proj = nn.Linear(dim, dim, bias=False)
+        self.alpha_proj = nn.Linear(dim, self.heads * self.slots, bias=False)
+        self.gamma_proj = nn.Linear(dim, gates) if config.step != "constant" else None
+        self.beta_proj: nn.Linear | None = None
+        self.decay: DecayGate | None = None
+        if config.forget_gate:
+            # The decay gate brings a bias of its own.
+            self.beta_proj = nn.Linear(dim, gates, bias=config.decay == "sigmoid")
+            if config.decay == "softplus":
+                self.decay = DecayGate(gates, config.decay_rate, config.decay_step)
+        self.convolutions = nn.ModuleDict(
+            {stream: ShortConvolution(dim, config.conv_width) for stream in config.conv_on}
+        )
+        norm_alpha = config.normalize_alpha
+        self.alpha_norm = nn.RMSNorm(self.slots, eps=config.norm_eps) if norm_alpha else None
+        self.initial_keys: nn.Parameter | None = None
+        self.initial_values: nn.Parameter | None = None
+        if config.learn_initial_memory:
+            self.initial_keys = nn.Parameter(torch.empty(self._key_shape))
+            self.initial_values = nn.Parameter(torch.empty(self._value_shape))
+        self.out_norm = nn.RMSNorm(self.head, eps=config.norm_eps)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """What is this mixer's own; its linear maps are the model's to initialise."""
+        if self.gamma_proj is not None:
+            nn.init.constant_(self.gamma_proj.bias, self.config.step_bias)
+        if self.initial_keys is not None and self.initial_values is not None:
+            nn.init.normal_(self.initial_keys, std=self.config.initial_memory_std)
+            nn.init.normal_(self.initial_values, std=self.config.initial_memory_std)
+
+    @property
+    def _key_shape(self) -> tuple[int, int, int]:
+        return self.heads, self.slots, self.head
+
+    @property
+    def _value_shape(self) -> tuple[int, int, int]:
+        if self.config.value_pass == "encode":
+            return self.heads, self.slots, self.head
+        return self.heads, self.head, self.slots
+
+    def forward(
+        self, x: Tensor, state: TrellisState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, TrellisState]:
+        config = self.config
+        if state is None:
+            sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            state = self.init_state(sequences)
+
+        streams, tails = {}, {}
+        for name, project in (("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj)):
+            stream = project(x)
+            tails[name] = None
+            if name in self.convolutions:
+                tail = getattr(state, f"{name}_tail")
+                stream, tails[name] = self.convolutions[name](stream, tail, cu_seqlens)
+            stream = wide(self._split(stream))
+            streams[name] = l2norm(stream) if name in config.normalize else stream
+        q, k, v = streams["q"], streams["k"], streams["v"]
+        alpha = self._split(self.alpha_proj(x))
+        if self.alpha_norm is not None:
+            alpha = self.alpha_norm(alpha)
+        gamma, log_beta = self._steps(x, k, v), self._decays(x)
+
+        choices = {
+            "phi": config.phi,
+            "f": config.f,
+            "psi": config.psi,
+            "value_pass": config.value_pass,
+            "mode": config.mode,
+            "minibatch": config.minibatch,
+        }
+        if x.shape[1] == 1 and cu_seqlens is None:
+            token = (q[:, 0], k[:, 0], v[:, 0], alpha[:, 0], _first(log_beta), _first(gamma))
+            y, memory = trellis_memory_step(*token, initial_state=state.memory, **choices)
+            y = y[:, None]
+        else:
+            y, memory = trellis_memory(
+                q, k, v, alpha, log_beta, gamma,
+                initial_state=state.memory, output_final_state=True,
+                cu_seqlens=cu_seqlens, backend=config.backend, **choices,
+            )  # fmt: skip
+        y = self.out_norm(y).to(x.dtype).flatten(2) * F.gelu(self.g_proj(x))
+        return self.o_proj(y), TrellisState(memory, tails["q"], tails["k"], tails["v"])
+
+    def init_state(self, batch: int) -> TrellisState:
+        memory = MemoryState(
+            self._initial(self.initial_keys, self._key_shape, batch),
+            self._initial(self.initial_values, self._value_shape, batch),
+        )
+        if self.config.mode == "stale" and self.config.minibatch > 1:
+            offset = torch.zeros(batch, dtype=torch.long, device=memory.keys.device)
+            memory = MemoryState(memory.keys, memory.values, memory.keys, memory.values, offset)
+        tails = {f"{name}_tail": conv.init_tail(batch) for name, conv in self.convolutions.items()}
+        return TrellisState(memory, **tails)
+
+    def state_size(self, tokens: int | None = None) -> float:
+        memories = self.heads * self.slots * self.head * 2
+        if self.config.mode == "stale" and self.config.minibatch > 1:
+            memories = 2 * memories + 1  # the anchors and the offset
+        reach = max(self.config.conv_width - 1, 0)
+        return memories + len(self.convolutions) * reach * self.heads * self.head
+
+    def _initial(
+        self, learned: nn.Parameter | None, shape: tuple[int, int, int], batch: int
+    ) -> Tensor:
+        weight = self.o_proj.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        if learned is None:
+            return torch.zeros(batch, *shape, dtype=dtype, device=weight.device)
+        return learned.to(dtype).expand(batch, *shape)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, H * size] -> [B, T, H, size]"""
+        return x.unflatten(-1, (self.heads, -1))
+
+    def _steps(self, x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """gamma of the key pass and of the value pass, [B, T, H] each."""
+        config = self.config
+        if self.gamma_proj is None:
+            gamma = k.new_full((*x.shape[:2], self.heads), config.step_max)
+        elif config.step == "sigmoid":
+            gamma = config.step_max * wide(self.gamma_proj(x)).sigmoid()
+        else:
+            gamma = F.softplus(wide(self.gamma_proj(x)))
+        if config.mode == "stale":
+            gamma = gamma / config.minibatch  # b equal tokens must not act as one step of b
+        keys, values = self._per_pass(gamma)
+        if config.lms_step:
+            keys = keys / (k.square().sum(-1) + LMS_EPSILON)
+            if config.value_pass == "encode":  # decoding writes codes of unit length
+                values = values / (v.square().sum(-1) + LMS_EPSILON)
+        return keys, values
+
+    def _decays(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """log_beta of the key pass and of the value pass, [B, T, H] each."""
+        if self.beta_proj is None:
+            zeros = wide(x).new_zeros(*x.shape[:2], self.heads)
+            return zeros, zeros
+        gate = wide(self.beta_proj(x))
+        if self.decay is not None:
+            return self._per_pass(self.decay(gate))
+        return self._per_pass(F.logsigmoid(gate) / self.config.decay_temperature)
+
+    def _per_pass(self, gate: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.config.separate_gates:
+            return gate, gate
+        keys, values = gate.chunk(2, dim=-1)
+        return keys, values
+
+
+def _first(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[0][:, 0], pair[1][:, 0]

@@ -1,0 +1,3 @@
+from .interface import causal_convolution
+
+__all__ = ["causal_convolution"]

@@ -1,0 +1,71 @@
+"""Causal depthwise convolution with a carried tail, also over packed sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    tail: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y_t = sum over j of weight[:, W-1-j] * x_{t-j}, channel by channel, within a sequence.
+
+    Args:
+        x: [B, T, D], or [1, T, D] with cu_seqlens.
+        weight: [D, W], the newest token's weight last.
+        tail: [N, W-1, D], the W-1 inputs before each sequence, oldest first; zeros by default.
+        cu_seqlens: [N+1] bounds of N packed sequences. Without it N = B.
+
+    Returns:
+        y like x, and the new tail [N, W-1, D].
+    """
+    checks.floats(x=x, weight=weight)
+    checks.dimensions("x", x, "[B,T,D]")
+    checks.dimensions("weight", weight, "[D,W]")
+    batch, tokens, channels = x.shape
+    checks.shape("weight", weight, (channels, weight.shape[1]), "[D,W]")
+    count = checks.sequences(batch, cu_seqlens, x.device)
+    reach = weight.shape[1] - 1
+    if tail is None:
+        tail = x.new_zeros(count, reach, channels)
+    checks.shape("tail", tail, (count, reach, channels), "[N,W-1,D]")
+    tail = tail.to(x.dtype)
+    if cu_seqlens is None:
+        padded = torch.cat([tail, x], dim=1)
+        return _convolve(padded, weight, tokens), padded[:, tokens:]
+    return _packed(x, weight, tail, cu_seqlens)
+
+
+def _convolve(padded: Tensor, weight: Tensor, tokens: int) -> Tensor:
+    """Shifted products: on a CPU faster than conv1d with groups, forward and backward."""
+    weight = weight.to(padded.dtype)
+    y = padded[:, :tokens] * weight[:, 0]
+    for j in range(1, weight.shape[1]):
+        y = torch.addcmul(y, padded[:, j : j + tokens], weight[:, j])
+    return y
+
+
+def _packed(x: Tensor, weight: Tensor, tail: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay each sequence out behind its own tail, convolve the row, keep the tokens' places."""
+    count, reach, channels = tail.shape
+    tokens = x.shape[1]
+    bounds = cu_seqlens.long()
+    which = torch.arange(count, device=x.device)
+    owner = torch.repeat_interleave(which, bounds.diff(), output_size=tokens)
+    place = torch.arange(tokens, device=x.device) + (owner + 1) * reach
+    back = torch.arange(reach, device=x.device)
+    tail_place = (bounds[:-1] + which * reach)[:, None] + back
+
+    padded = x.new_empty(tokens + count * reach, channels)
+    padded = padded.index_copy(0, place, x[0])
+    padded = padded.index_copy(0, tail_place.flatten(), tail.flatten(0, 1))
+    y = _convolve(padded[None], weight, tokens + (count - 1) * reach)
+    end = (bounds[1:] + (which + 1) * reach)[:, None] - reach + back
+    return y.index_select(1, place - reach), padded[end]
