@@ -114,9 +114,10 @@ class TransformerMixer(Mixer):
         else:
             y = _masked_attention(q, k, v, state.length.clamp(max=cached), self.config.window)
         length = state.length + q.shape[2]
-        kept = int(min(k.shape[2], self._kept))
-        first = k.shape[2] - kept
-        return y, AttentionState(k[:, :, first:], v[:, :, first:], length)
+        first = k.shape[2] - int(min(k.shape[2], self._kept))
+        if first > 0:  # copies, so that the cache does not hold on to what it drops
+            k, v = k[:, :, first:].clone(), v[:, :, first:].clone()
+        return y, AttentionState(k, v, length)
 
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, cu_seqlens: Tensor

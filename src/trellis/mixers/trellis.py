@@ -51,7 +51,8 @@ class TrellisMixerConfig:
     step: gamma = step_max * sigmoid(.), softplus(.) without a bound, or the constant step_max.
     step_max: upper end of gamma's range. step_bias: the bias that gamma's projection starts at.
     forget_gate: False keeps everything (beta = 1).
-    decay: log_beta = -exp(A_log) softplus(. + dt_bias), or "sigmoid": logsigmoid(.) / decay_temperature.
+    decay: "softplus": log_beta = -exp(A_log) softplus(. + dt_bias), or
+        "sigmoid": log_beta = logsigmoid(.) / decay_temperature.
     decay_rate, decay_step: ranges that exp(A_log) and softplus(dt_bias) start in.
     separate_gates: one gamma and one beta for each pass, instead of one for both.
     normalize_alpha: an RMS norm, with a learnable scale, on each head's code.

@@ -39,7 +39,8 @@ def causal_convolution(
     tail = tail.to(x.dtype)
     if cu_seqlens is None:
         padded = torch.cat([tail, x], dim=1)
-        return _convolve(padded, weight, tokens), padded[:, tokens:]
+        # A copy: the tail outlives the call and must not hold on to the whole input.
+        return _convolve(padded, weight, tokens), padded[:, tokens:].clone()
     return _packed(x, weight, tail, cu_seqlens)
 
 

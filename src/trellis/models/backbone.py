@@ -1,0 +1,44 @@
+"""The blocks of the language model: pre-norm mixer, pre-norm SwiGLU.
+
+token ids -> embedding -> [ + mixer(norm) -> + mlp(norm) ] x layers -> norm -> logits
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..mixers import build_mixer
+from ..mixers.base import State
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, width, bias=False)
+        self.up_proj = nn.Linear(dim, width, bias=False)
+        self.down_proj = nn.Linear(width, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(
+        self, dim: int, heads: int, width: int, eps: float, mixer: str, fields: dict[str, Any]
+    ):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(dim, eps=eps)
+        self.mixer = build_mixer(mixer, dim, heads, **fields)
+        self.mlp_norm = nn.RMSNorm(dim, eps=eps)
+        self.mlp = SwiGLU(dim, width)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state

@@ -1,0 +1,220 @@
+"""The cache: one state per layer. For bounded mixers its size does not depend on what was read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..mixers.base import State
+from ..mixers.state_tree import map_tensors, named_tensors, rebuild
+
+if TYPE_CHECKING:
+    from .modeling import TrellisPreTrainedModel
+
+FORMAT = "trellis-cache"
+FORMAT_VERSION = 1
+
+
+class TrellisCache(Cache):
+    """States of all layers for a batch of sequences.
+
+    A model makes it (`use_cache=True`, or `model.init_cache(batch)`) and updates it in place.
+    """
+
+    def __init__(self, model: TrellisPreTrainedModel, states: list[State], seen: int = 0):
+        super().__init__(layers=[])
+        self.states = states
+        #: Columns of input read so far, padding included; what generate() calls the length.
+        self.seen = seen
+        self._model = weakref.ref(model)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(t.numel() * t.element_size() for _, t in self._tensors())
+
+    @property
+    def batch_size(self) -> int:
+        return next((tensor.shape[0] for _, tensor in self._tensors()), -1)
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [
+            (f"layers.{i}.{name}", tensor)
+            for i, state in enumerate(self.states)
+            for name, tensor in named_tensors(state)
+        ]
+
+    def clone(self) -> TrellisCache:
+        """An independent copy: reading on with one leaves the other as it is."""
+        return self._map(torch.Tensor.clone)
+
+    def detach(self) -> TrellisCache:
+        """The same states cut off from the graph, for truncated back-propagation."""
+        return self._map(torch.Tensor.detach)
+
+    def reorder(self, index: Tensor) -> TrellisCache:
+        """A cache whose n-th sequence is the index[n]-th of this one; repeats are allowed."""
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def select(self, batch: Tensor | list[int] | slice | int) -> TrellisCache:
+        """A cache of some of the sequences."""
+        index = torch.arange(self.batch_size)
+        picked = index[batch] if not isinstance(batch, list) else index[torch.tensor(batch)]
+        return self.reorder(picked.reshape(-1))
+
+    def _map(self, function: Any) -> TrellisCache:
+        model = self._model()
+        assert model is not None, "the model of this cache is gone"
+        return TrellisCache(model, [map_tensors(function, s) for s in self.states], self.seen)
+
+    # What generate() asks of a cache.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.states = self.reorder(beam_idx).states
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.states = self.select(indices).states
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.states = [
+            map_tensors(lambda t: t.repeat_interleave(repeats, dim=0), s) for s in self.states
+        ]
+
+    def reset(self) -> None:
+        model = self._model()
+        assert model is not None, "the model of this cache is gone"
+        self.states, self.seen = model.init_cache(self.batch_size).states, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise NotImplementedError(
+                "a memory that has read a token cannot give it back: clone() the cache before "
+                "reading what may have to be undone"
+            )
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: see crop."""
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __repr__(self) -> str:
+        return (
+            f"TrellisCache(layers={len(self.states)}, sequences={self.batch_size}, "
+            f"seen={self.seen}, nbytes={self.nbytes})"
+        )
+
+    # Files.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a safetensors file, whole or not at all.
+
+        The file carries a format version, a checksum and a fingerprint of the model's
+        configuration and weights, without which the states mean nothing.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache is gone; save the cache while it exists")
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self._tensors()}
+        content = {
+            "format": FORMAT,
+            "version": str(FORMAT_VERSION),
+            "fingerprint": model.fingerprint(),
+            "seen": str(self.seen),
+            "sha256": _checksum(tensors),
+        }
+        _write_whole(Path(path), to_safetensors(tensors, metadata=content))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: TrellisPreTrainedModel) -> TrellisCache:
+        """Read a cache that `save` wrote for this very model.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is cut or changed, of another format, or of another model.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no cache file at {path}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                content = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{path} is a safetensors file, but not one of a {FORMAT}")
+        if content.get("version") != str(FORMAT_VERSION):
+            raise ValueError(
+                f"{path} has format version {content.get('version')}; this version of trellis "
+                f"reads {FORMAT_VERSION}"
+            )
+        if content.get("sha256") != _checksum(tensors):
+            raise ValueError(f"{path} has been changed: its contents do not match its checksum")
+        if content.get("fingerprint") != model.fingerprint():
+            raise ValueError(
+                f"{path} belongs to a model with another configuration or other weights"
+            )
+        tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+        templates = model.init_cache(1).states
+        states = [rebuild(s, tensors, f"layers.{i}") for i, s in enumerate(templates)]
+        return cls(model, states, int(content["seen"]))
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write beside the target, then rename: what was there stays until the new file is whole."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,117 @@
+"""The configuration of the language model, in Hugging Face's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..mixers import mixer_config
+from ..mixers.registry import check_name
+from .registration import register_models
+
+#: SwiGLU widths are rounded up to a multiple of this.
+MLP_MULTIPLE = 32
+
+
+class TrellisConfig(PreTrainedConfig):
+    """A pre-norm language model whose mixer is chosen by name, for all layers or for each.
+
+    vocab_size, hidden_size, num_hidden_layers, num_attention_heads: as everywhere.
+    intermediate_size: width of the SwiGLU; None means 8/3 of hidden_size, rounded up to a
+        multiple of 32. `match_parameters` sets it to compare mixers at one parameter count.
+    mixer: a mixer's name, or a list of names that is repeated over the layers, e.g.
+        ["trellis", "trellis", "transformer"].
+    mixer_config: the mixers' own fields, {"trellis": {"slots": 32}}; with a single mixer also
+        without its name, {"slots": 32}. The fields are documented at each mixer's configuration
+        class, e.g. trellis.mixers.TrellisMixerConfig.
+    norm_eps: epsilon of the RMS norms. initializer_range: spread of the linear maps.
+    segment_size: without gradients, longer inputs are read in segments of so many tokens.
+    loss_tokens: tokens whose logits are in memory at once while the loss is computed.
+    """
+
+    model_type = "trellis"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int | None = None
+    mixer: str | list[str] | tuple[str, ...] = "trellis"
+    mixer_config: dict[str, Any] | None = None
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    segment_size: int = 4096
+    loss_tokens: int = 2048
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        register_models()
+        self._refuse_misspelt(kwargs)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                     "segment_size", "loss_tokens"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+        if self.intermediate_size is None:
+            self.intermediate_size = default_mlp_width(self.hidden_size)
+        if not isinstance(self.mixer, str):
+            self.mixer = list(self.mixer)
+            if not self.mixer:
+                raise ValueError("mixer must be a name or a list of at least one; got []")
+        for name in self._mixer_names:
+            check_name(name)
+        self.mixer_config = self._by_mixer(self.mixer_config or {})
+        for name in self._mixer_names:
+            mixer_config(name, self.mixer_config.get(name, {}))
+        super().__post_init__(**kwargs)
+
+    def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
+        """Hugging Face keeps unknown fields, so a slip of the pen would pass unseen."""
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in unknown:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                raise ValueError(f"TrellisConfig has no field {name!r}; did you mean {near[0]!r}?")
+
+    @property
+    def _mixer_names(self) -> list[str]:
+        return [self.mixer] if isinstance(self.mixer, str) else list(dict.fromkeys(self.mixer))
+
+    def _by_mixer(self, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        names = self._mixer_names
+        if fields and all(isinstance(value, dict) for value in fields.values()):
+            for name in fields:
+                if name not in names:
+                    raise ValueError(
+                        f"mixer_config has a section for {name!r}, which is not among the "
+                        f"mixers of this model: {', '.join(names)}"
+                    )
+            return {name: dict(section) for name, section in fields.items()}
+        if fields and len(names) > 1:
+            raise ValueError(
+                "with several mixers, mixer_config must have one section for each, such as "
+                f"{{{names[0]!r}: {{...}}}}; got the fields {', '.join(fields)}"
+            )
+        return {names[0]: dict(fields)} if fields else {}
+
+    def layer_mixers(self) -> list[tuple[str, dict[str, Any]]]:
+        """(name, fields) of every layer's mixer, the list in `mixer` repeated as needed."""
+        names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
+        sections = self.mixer_config or {}
+        return [
+            (names[i % len(names)], sections.get(names[i % len(names)], {}))
+            for i in range(self.num_hidden_layers)
+        ]
+
+
+def default_mlp_width(hidden_size: int) -> int:
+    """8/3 of the width, rounded up to a multiple of 32."""
+    return -(-hidden_size * 8 // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE

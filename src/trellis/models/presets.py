@@ -1,0 +1,75 @@
+"""The paper's model sizes, and how mixers are compared at one parameter count."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from .config import TrellisConfig, default_mlp_width
+from .modeling import TrellisForCausalLM
+
+#: blocks, width, heads. The paper does not give the 1B shape; this one is ours.
+PRESETS: dict[str, dict[str, int]] = {
+    "125m": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
+    "170m": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 16},
+    "350m": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
+    "780m": {"num_hidden_layers": 24, "hidden_size": 1536, "num_attention_heads": 16},
+    "1b": {"num_hidden_layers": 18, "hidden_size": 2048, "num_attention_heads": 16},
+}
+#: Slots per head in the paper, at every size.
+PAPER_SLOTS = 64
+#: How close two parameter counts must be to be called equal.
+TOLERANCE = 0.01
+
+
+def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> TrellisConfig:
+    """A model of one of the paper's sizes, with the parameter count of Transformer++ there.
+
+    `overrides` are further TrellisConfig fields; an intermediate_size among them is kept as it is.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    fields: dict[str, Any] = {**PRESETS[name], "mixer": mixer, **overrides}
+    if mixer == "trellis" and "mixer_config" not in overrides:
+        fields["mixer_config"] = {"slots": PAPER_SLOTS}
+    config = TrellisConfig(**fields)
+    if "intermediate_size" in overrides:
+        return config
+    plain = {k: v for k, v in overrides.items() if k != "mixer_config"}
+    reference = TrellisConfig(**{**PRESETS[name], **plain, "mixer": "transformer"})
+    return match_parameters(config, reference)
+
+
+def count_parameters(config: TrellisConfig) -> int:
+    """Parameters of the language model, tied weights counted once. Allocates nothing."""
+    with torch.device("meta"):
+        model = TrellisForCausalLM(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def match_parameters(config: TrellisConfig, reference: TrellisConfig) -> TrellisConfig:
+    """A copy of `config` whose MLP width gives it the parameter count of `reference`, within 1%.
+
+    The width is a multiple of 32 where that is close enough, else of 8, else any.
+
+    Raises:
+        ValueError: no width does it; the mixers differ by more than the MLPs hold.
+    """
+    matched = copy.deepcopy(config)
+    matched.intermediate_size = default_mlp_width(config.hidden_size)
+    wanted = count_parameters(reference)
+    per_column = 3 * config.hidden_size * config.num_hidden_layers
+    missing = wanted - count_parameters(matched)
+    exact = matched.intermediate_size + missing / per_column
+    for multiple in (32, 8, 1):
+        width = round(exact / multiple) * multiple
+        error = abs(width - exact) * per_column / wanted
+        if width >= 1 and error <= TOLERANCE / (2 if multiple > 1 else 1):
+            matched.intermediate_size = width
+            return matched
+    raise ValueError(
+        f"no MLP width gives this model the {wanted} parameters of the reference: it would have "
+        f"to be {exact:.1f}"
+    )
