@@ -127,7 +127,8 @@ class TransformerMixer(Mixer):
         outputs, states = [], []
         for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
             entry = AttentionState(*(part[n : n + 1] for part in state))
-            y, after = self._attend(*(t[:, :, begin:end] for t in (q, k, v)), entry)
+            rows = slice(begin, end)
+            y, after = self._attend(q[:, :, rows], k[:, :, rows], v[:, :, rows], entry)
             outputs.append(y)
             states.append(after)
         longest = max((s.keys.shape[2] for s in states), default=0)

@@ -11,7 +11,7 @@ memory are in ops/memory/README.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,6 +138,7 @@ class TrellisMixer(Mixer):
         self.heads = config.heads or heads
         self.head = head_size(dim, self.heads)
         self.slots = config.slots or self.head
+        self.normalized = config.normalize or ()
         gates = self.heads * (2 if config.separate_gates else 1)
 
         self.q_proj = nn.Linear(dim, dim, bias=False)
@@ -193,7 +194,8 @@ class TrellisMixer(Mixer):
             sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             state = self.init_state(sequences)
 
-        streams, tails = {}, {}
+        streams: dict[str, Tensor] = {}
+        tails: dict[str, Tensor | None] = {}
         for name, project in (("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj)):
             stream = project(x)
             tails[name] = None
@@ -201,14 +203,14 @@ class TrellisMixer(Mixer):
                 tail = getattr(state, f"{name}_tail")
                 stream, tails[name] = self.convolutions[name](stream, tail, cu_seqlens)
             stream = wide(self._split(stream))
-            streams[name] = l2norm(stream) if name in config.normalize else stream
+            streams[name] = l2norm(stream) if name in self.normalized else stream
         q, k, v = streams["q"], streams["k"], streams["v"]
         alpha = self._split(self.alpha_proj(x))
         if self.alpha_norm is not None:
             alpha = self.alpha_norm(alpha)
         gamma, log_beta = self._steps(x, k, v), self._decays(x)
 
-        choices = {
+        choices: dict[str, Any] = {
             "phi": config.phi,
             "f": config.f,
             "psi": config.psi,
@@ -221,11 +223,13 @@ class TrellisMixer(Mixer):
             y, memory = trellis_memory_step(*token, initial_state=state.memory, **choices)
             y = y[:, None]
         else:
-            y, memory = trellis_memory(
+            y, final = trellis_memory(
                 q, k, v, alpha, log_beta, gamma,
                 initial_state=state.memory, output_final_state=True,
                 cu_seqlens=cu_seqlens, backend=config.backend, **choices,
             )  # fmt: skip
+            assert final is not None
+            memory = final
         y = self.out_norm(y).to(x.dtype).flatten(2) * F.gelu(self.g_proj(x))
         return self.o_proj(y), TrellisState(memory, tails["q"], tails["k"], tails["v"])
 
@@ -237,7 +241,10 @@ class TrellisMixer(Mixer):
         if self.config.mode == "stale" and self.config.minibatch > 1:
             offset = torch.zeros(batch, dtype=torch.long, device=memory.keys.device)
             memory = MemoryState(memory.keys, memory.values, memory.keys, memory.values, offset)
-        tails = {f"{name}_tail": conv.init_tail(batch) for name, conv in self.convolutions.items()}
+        tails = {}
+        for name, convolution in self.convolutions.items():
+            assert isinstance(convolution, ShortConvolution)
+            tails[f"{name}_tail"] = convolution.init_tail(batch)
         return TrellisState(memory, **tails)
 
     def state_size(self, tokens: int | None = None) -> float:

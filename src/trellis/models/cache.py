@@ -199,9 +199,9 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def tensor_bytes(tensor: Tensor) -> Any:
+    """The tensor's memory as a buffer of bytes."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -36,7 +36,7 @@ class TrellisPreTrainedModel(PreTrainedModel):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]
 
     def init_cache(self, batch: int) -> TrellisCache:
         """The cache of `batch` sequences before their first token."""
@@ -67,6 +67,7 @@ class TrellisModel(TrellisPreTrainedModel):
     def __init__(self, config: TrellisConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        assert config.intermediate_size is not None  # the configuration has filled it in
         self.layers = nn.ModuleList(
             Block(
                 config.hidden_size, config.num_attention_heads, config.intermediate_size,

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import chunk as one
 from .activations import PHI
 from .layout import ChunkLayout, ChunkRows
+from .start import checked_bounds, checked_offsets
 
 #: Tokens per chunk in exact mode, and tokens between two saved memories.
 EXACT_CHUNK = 32
@@ -61,8 +62,8 @@ class _Inputs:
         if cu_seqlens is None:
             bounds = [n * x.shape[1] for n in range(sequences + 1)]
         else:
-            bounds = _checked_bounds(cu_seqlens, x.shape[1])
-        offsets = [0] * sequences if offset is None else _checked_offsets(offset, minibatch)
+            bounds = checked_bounds(cu_seqlens, x.shape[1])
+        offsets = [0] * sequences if offset is None else checked_offsets(offset, minibatch)
         self.layout = ChunkLayout(bounds, offsets, chunk_size(minibatch), memory.device)
 
     def chunk(self, i: int) -> tuple[ChunkRows, tuple[Tensor, ...]]:
@@ -78,26 +79,6 @@ class _Inputs:
     def unsorted(self, state: Tensor) -> Tensor:
         out = torch.empty_like(state.unflatten(0, (-1, self.heads)))
         return out.index_copy_(0, self.layout.order, state.unflatten(0, (-1, self.heads)))
-
-
-def _checked_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    bounds = [int(bound) for bound in cu_seqlens.tolist()]
-    falls = any(after < before for before, after in zip(bounds, bounds[1:]))
-    if bounds[0] != 0 or bounds[-1] != tokens or falls:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; got {bounds}"
-        )
-    return bounds
-
-
-def _checked_offsets(offset: Tensor, minibatch: int) -> list[int]:
-    offsets = [int(o) for o in offset.tolist()]
-    if any(not 0 <= o < minibatch for o in offsets):
-        raise ValueError(
-            f"initial_state.offset must lie in 0 .. minibatch - 1 = {minibatch - 1}; got "
-            f"{offsets}. Was the state made with another minibatch?"
-        )
-    return offsets
 
 
 class Forward(NamedTuple):
@@ -128,7 +109,7 @@ def forward(
     y = x.new_empty(
         inputs.flat[0].shape[0], heads, memory.shape[3 if transposed else 2], dtype=memory.dtype
     )
-    saved = _empty_saved(memory, x, minibatch) if save else memory.new_empty(0)
+    saved = blank_saved(memory, x, minibatch) if save else memory.new_empty(0)
     every, used = segment_chunks(minibatch), 0
 
     state = inputs.sorted(memory)
@@ -171,10 +152,10 @@ def _contain(x: Tensor, writes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.masked_fill(broken, 0), writes.masked_fill(broken, 0), broken
 
 
-def _empty_saved(memory: Tensor, x: Tensor, minibatch: int) -> Tensor:
+def blank_saved(memory: Tensor, x: Tensor, minibatch: int) -> Tensor:
     sequences, heads = memory.shape[:2]
     bound = saved_bound(x.shape[0] * x.shape[1], sequences, minibatch)
-    return memory.new_empty(bound * heads, *memory.shape[2:])
+    return memory.new_zeros(bound * heads, *memory.shape[2:])
 
 
 class Backward(NamedTuple):
@@ -242,7 +223,7 @@ def backward(
             for flat, value in zip(grads, grad[:5]):
                 rows.put(flat, value)
             dstate[active] = grad.memory
-            if danchors is None:
+            if danchors is None or grad.anchor is None:
                 continue
             if i > 0:  # the anchor of chunk i is the memory before it
                 dstate[active] += grad.anchor
@@ -250,11 +231,11 @@ def backward(
                 danchors[ended] = 0
             else:
                 danchors[active] += grad.anchor
-    return Backward(
-        *(grad.view(given.shape) for grad, given in zip(grads, inputs.given)),
-        inputs.unsorted(dstate),
-        memory.new_empty(0) if danchors is None else inputs.unsorted(danchors),
+    dquery, dx, dtarget, dlog_beta, dgamma = (
+        grad.view(given.shape) for grad, given in zip(grads, inputs.given)
     )
+    danchor = memory.new_empty(0) if danchors is None else inputs.unsorted(danchors)
+    return Backward(dquery, dx, dtarget, dlog_beta, dgamma, inputs.unsorted(dstate), danchor)
 
 
 def _rewrite(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -11,8 +12,8 @@ from .. import checks
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .library import compress as compress_chunked
 from .reference import compress_reference
-from .start import VALUE_PASSES, effective_minibatch, pass_state
-from .state import MemoryState, PassState
+from .start import VALUE_PASSES, checked_bounds, effective_minibatch, pass_state
+from .state import MemoryState, PassState, move_on
 from .step import compress_token
 
 #: "triton" is the place of a GPU kernel; it is refused until there is one.
@@ -211,36 +212,38 @@ def _compress(
     y, memory, anchor, _ = compress_chunked(
         *tensors, start.offset, cu_seqlens, phi, minibatch, transposed, save
     )
-    if minibatch == 1:
+    if start.offset is None:
         return y, PassState(memory)
-    assert start.offset is not None
     read = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
-    offset = (start.offset + read) % minibatch
-    anchor = torch.where((offset == 0)[:, None, None, None], memory, anchor)
-    return y, PassState(memory, anchor, offset)
+    return y, move_on(memory, anchor, start.offset + read, minibatch)
 
 
 def _run_reference(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     start: PassState,
     cu_seqlens: Tensor | None,
     phi: str,
     minibatch: int,
     transposed: bool,
 ) -> tuple[Tensor, PassState]:
-    choices = {"phi": phi, "minibatch": minibatch, "transposed": transposed}
+    def run(tensors: Sequence[Tensor], state: PassState) -> tuple[Tensor, PassState]:
+        q, x, target, log_beta, gamma = tensors
+        return compress_reference(
+            q, x, target, log_beta, gamma, state,
+            phi=phi, minibatch=minibatch, transposed=transposed,
+        )  # fmt: skip
+
     with torch.autocast(tensors[0].device.type, enabled=False):
         if cu_seqlens is None:
-            return compress_reference(*tensors, start, **choices)
-        outputs, states = [], []
-        bounds = cu_seqlens.tolist()
-        for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-            entry = PassState(*(None if part is None else part[n : n + 1] for part in start))
-            y, state = compress_reference(*(t[:, begin:end] for t in tensors), entry, **choices)
-            outputs.append(y)
-            states.append(state)
-        joined = (None if part[0] is None else torch.cat(part) for part in zip(*states))
-        return torch.cat(outputs, dim=1), PassState(*joined)
+            return run(tensors, start)
+        bounds = checked_bounds(cu_seqlens, tensors[0].shape[1])
+        runs = [
+            run([t[:, begin:end] for t in tensors], start.select(slice(n, n + 1)))
+            for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))
+        ]
+        if not runs:
+            return run(tensors, start)
+        return torch.cat([y for y, _ in runs], dim=1), PassState.cat([s for _, s in runs])
 
 
 def _start(

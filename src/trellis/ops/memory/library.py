@@ -25,12 +25,11 @@ def compress(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
-        return tuple(
-            chunked.forward(
-                query, x, target, log_beta, gamma, memory, anchor, offset, cu_seqlens,
-                phi, minibatch, transposed, save,
-            )
+        out = chunked.forward(
+            query, x, target, log_beta, gamma, memory, anchor, offset, cu_seqlens,
+            phi, minibatch, transposed, save,
         )  # fmt: skip
+    return out.y, out.memory, out.anchor, out.saved
 
 
 @compress.register_fake
@@ -38,7 +37,7 @@ def _(
     query, x, target, log_beta, gamma, memory, anchor, offset, cu_seqlens,
     phi, minibatch, transposed, save,
 ):  # fmt: skip
-    saved = chunked._empty_saved(memory, x, minibatch) if save else memory.new_empty(0)
+    saved = chunked.blank_saved(memory, x, minibatch) if save else memory.new_empty(0)
     width = memory.shape[3 if transposed else 2]
     return (
         x.new_empty(*x.shape[:3], width, dtype=memory.dtype),
@@ -68,12 +67,13 @@ def compress_backward(
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
-        return tuple(
-            chunked.backward(
-                dy, dmemory, danchor, query, x, target, log_beta, gamma, memory, anchor, offset,
-                cu_seqlens, saved, phi, minibatch, transposed,
-            )
+        grad = chunked.backward(
+            dy, dmemory, danchor, query, x, target, log_beta, gamma, memory, anchor, offset,
+            cu_seqlens, saved, phi, minibatch, transposed,
         )  # fmt: skip
+    return (
+        grad.query, grad.x, grad.target, grad.log_beta, grad.gamma, grad.memory, grad.anchor,
+    )  # fmt: skip
 
 
 @compress_backward.register_fake

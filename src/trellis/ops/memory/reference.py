@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .activations import FUNCTIONS
-from .state import PassState
+from .state import PassState, anchored, move_on
 
 
 def compress_reference(
@@ -28,7 +28,7 @@ def compress_reference(
 ) -> tuple[Tensor, PassState]:
     """Equal-length sequences: query, x, target [N, T, H, ...], gates [N, T, H].
 
-    minibatch = 1 is exact mode. Returns y in the state's dtype.
+    In stale mode the state has an anchor and an offset. Returns y in the state's dtype.
     """
     memory, anchor, offset = state
     dtype = memory.dtype
@@ -36,13 +36,12 @@ def compress_reference(
     for t in range(x.shape[1]):
         x_t, target_t, query_t = x[:, t].to(dtype), target[:, t].to(dtype), query[:, t].to(dtype)
         beta_t, gamma_t = log_beta[:, t].to(dtype).exp(), gamma[:, t].to(dtype)
-        if minibatch > 1:
-            starts = (offset + t) % minibatch == 0
-            anchor = torch.where(starts[:, None, None, None], memory, anchor)
-        gradient_at = memory if minibatch == 1 else anchor
+        gradient_at = memory
+        if anchor is not None and offset is not None:
+            gradient_at = anchor = anchored(memory, anchor, (offset + t).remainder(minibatch))
 
         z = torch.einsum("nhmd,nhd->nhm", gradient_at, x_t)
-        code, pull_back = torch.func.vjp(FUNCTIONS[phi], z)
+        code, pull_back = torch.func.vjp(FUNCTIONS[phi], z)  # type: ignore[misc]
         (u,) = pull_back(code - target_t)
         write = torch.einsum("nh,nhm,nhd->nhmd", gamma_t, u, x_t)
         memory = beta_t[..., None, None] * memory - write
@@ -56,8 +55,6 @@ def compress_reference(
         y = query.new_zeros(
             *query.shape[:3], memory.shape[3 if transposed else 2], dtype=memory.dtype
         )
-    if minibatch == 1:
+    if anchor is None or offset is None:
         return y, PassState(memory)
-    offset = (offset + x.shape[1]) % minibatch
-    anchor = torch.where((offset == 0)[:, None, None, None], memory, anchor)
-    return y, PassState(memory, anchor, offset)
+    return y, move_on(memory, anchor, offset + x.shape[1], minibatch)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .. import checks
-from .state import PassState
+from .state import PassState, anchored
 
 MODES = ("exact", "stale")
 VALUE_PASSES = ("encode", "decode")
@@ -37,7 +38,28 @@ def pass_state(
         offset = torch.zeros(expected[0], dtype=torch.long, device=memory.device)
         return PassState(memory, memory, offset)
     checks.shape(f"{name} offset", offset, expected[:1], "[N]")
+    if offset.device.type == "cpu" and not torch.compiler.is_compiling():
+        checked_offsets(offset, minibatch)  # elsewhere reading it would wait for the device
     assert state.anchor is not None
     checks.shape(f"{name} anchor", state.anchor, expected, "[N,H,M,D]")
-    starts = (offset == 0)[:, None, None, None]
-    return PassState(memory, torch.where(starts, memory, state.anchor.to(dtype)), offset)
+    return PassState(memory, anchored(memory, state.anchor.to(dtype), offset), offset)
+
+
+def checked_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    bounds = [int(bound) for bound in cu_seqlens.tolist()]
+    falls = any(after < before for before, after in zip(bounds, bounds[1:]))
+    if bounds[0] != 0 or bounds[-1] != tokens or falls:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; got {bounds}"
+        )
+    return bounds
+
+
+def checked_offsets(offset: Tensor, minibatch: int) -> list[int]:
+    offsets = [int(o) for o in offset.tolist()]
+    if any(not 0 <= o < minibatch for o in offsets):
+        raise ValueError(
+            f"initial_state.offset must lie in 0 .. minibatch - 1 = {minibatch - 1}; got "
+            f"{offsets}. Was the state made with another minibatch?"
+        )
+    return offsets

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +20,37 @@ class PassState(NamedTuple):
     memory: Tensor
     anchor: Tensor | None = None
     offset: Tensor | None = None
+
+    def select(self, which: slice) -> PassState:
+        """Some of the sequences."""
+        anchor, offset = self.anchor, self.offset
+        return PassState(
+            self.memory[which],
+            None if anchor is None else anchor[which],
+            None if offset is None else offset[which],
+        )
+
+    @staticmethod
+    def cat(states: Sequence[PassState]) -> PassState:
+        """The sequences of all states, one after the other."""
+        anchors = [s.anchor for s in states if s.anchor is not None]
+        offsets = [s.offset for s in states if s.offset is not None]
+        return PassState(
+            torch.cat([s.memory for s in states]),
+            torch.cat(anchors) if anchors else None,
+            torch.cat(offsets) if offsets else None,
+        )
+
+
+def anchored(memory: Tensor, anchor: Tensor, offset: Tensor) -> Tensor:
+    """The anchor in use: the memory itself where a mini-batch is about to start."""
+    return torch.where(offset.eq(0)[:, None, None, None], memory, anchor)
+
+
+def move_on(memory: Tensor, anchor: Tensor, offset: Tensor, minibatch: int) -> PassState:
+    """The state in stale mode after reading up to `offset`, which may pass the mini-batch's end."""
+    offset = offset.remainder(minibatch)
+    return PassState(memory, anchored(memory, anchor, offset), offset)
 
 
 class MemoryState(NamedTuple):

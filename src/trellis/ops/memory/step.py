@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .activations import PHI
-from .state import PassState
+from .state import PassState, anchored, move_on
 
 
 def compress_token(
@@ -21,22 +21,20 @@ def compress_token(
     minibatch: int,
     transposed: bool,
 ) -> tuple[Tensor, PassState]:
-    """query, x, target [N, H, ...], gates [N, H]. minibatch = 1 is exact mode."""
+    """query, x, target [N, H, ...], gates [N, H]; in stale mode with an anchor and an offset."""
     memory, anchor, offset = state
     dtype = memory.dtype
     query, x, target = query.to(dtype), x.to(dtype), target.to(dtype)
-    if minibatch > 1:
-        anchor = torch.where((offset == 0)[:, None, None, None], memory, anchor)
-    z = _matvec(memory if minibatch == 1 else anchor, x)
+    if anchor is not None and offset is not None:
+        anchor = anchored(memory, anchor, offset)
+    z = _matvec(memory if anchor is None else anchor, x)
     write = gamma.to(dtype)[..., None] * PHI[phi].gradient(z, target)
     beta = log_beta.to(dtype).exp()[..., None, None]
     memory = torch.addcmul(beta * memory, write[..., :, None], x[..., None, :], value=-1)
     y = _matvec(memory.mT if transposed else memory, query)
-    if minibatch == 1:
+    if anchor is None or offset is None:
         return y, PassState(memory)
-    offset = (offset + 1) % minibatch
-    anchor = torch.where((offset == 0)[:, None, None, None], memory, anchor)
-    return y, PassState(memory, anchor, offset)
+    return y, move_on(memory, anchor, offset + 1, minibatch)
 
 
 def _matvec(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -1,0 +1,18 @@
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples every time: a failure on one machine is a failure on all.
+settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    max_examples=int(os.environ.get("TRELLIS_EXAMPLES", "6")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("default")
+
+# Nothing is fetched in the tests.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.manual_seed(0)

@@ -1,0 +1,80 @@
+"""The chunked backend against the definition: outputs, final states and every gradient."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support import problem, relative_rms
+
+from trellis.ops.memory.activations import F_NAMES, PHI_NAMES
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+shapes = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "tokens": st.integers(1, 40),
+        "heads": st.integers(1, 3),
+        "key": st.integers(8, 17),
+        "value": st.integers(8, 17),
+        # A normalising phi over very few slots amplifies rounding, in the reference as well.
+        "slots": st.integers(12, 20),
+        "minibatch": st.integers(2, 9),
+        "seed": st.integers(0, 10**6),
+    }
+).filter(lambda s: len({s["key"], s["value"], s["slots"]}) == 3)
+
+
+def compare(case, limits=LIMITS):
+    expected = case.run("reference", torch.float64)
+    for dtype, limit in limits.items():
+        actual = case.run("chunked", dtype)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            error = relative_rms(actual[name], value)
+            assert error <= limit, f"{name} in {dtype}: {error:.1e} for {case.options}"
+
+
+@pytest.mark.parametrize("value_pass", ["encode", "decode"])
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+@pytest.mark.parametrize("phi", PHI_NAMES)
+@given(shape=shapes, f=st.sampled_from(F_NAMES))
+def test_every_phi_mode_and_value_pass(phi, mode, value_pass, shape, f):
+    compare(problem(phi=phi, f=f, mode=mode, value_pass=value_pass, **shape))
+
+
+@pytest.mark.parametrize("value_pass", ["encode", "decode"])
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+@pytest.mark.parametrize("f", F_NAMES)
+@pytest.mark.parametrize("phi", PHI_NAMES)
+def test_every_combination_once(phi, f, mode, value_pass):
+    compare(problem(phi=phi, f=f, mode=mode, value_pass=value_pass, batch=1, tokens=13))
+
+
+@pytest.mark.parametrize("psi", PHI_NAMES)
+def test_every_psi(psi):
+    compare(problem(psi=psi, tokens=11))
+
+
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+@given(
+    lengths=st.lists(st.integers(0, 37), min_size=1, max_size=5),
+    minibatch=st.integers(2, 9),
+    seed=st.integers(0, 10**6),
+)
+def test_packed_sequences(mode, lengths, minibatch, seed):
+    compare(problem(mode=mode, lengths=lengths, minibatch=minibatch, seed=seed))
+
+
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 33, 300])
+def test_lengths_around_chunks_and_segments(mode, tokens):
+    compare(problem(mode=mode, tokens=tokens, batch=1, heads=1, minibatch=16, slots=13))
+
+
+def test_small_dimensions_with_elementwise_phi():
+    compare(problem(key=1, value=2, slots=3, tokens=9, phi="tanh"))
+
+
+def test_many_slots():
+    compare(problem(key=20, value=33, slots=70, tokens=40, batch=1, heads=1))
