@@ -38,7 +38,10 @@ def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
     return config_class(**fields)
 
 
-def build_mixer(name: str, dim: int, heads: int, **fields: Any) -> Mixer:
-    """A mixer of width `dim`, e.g. build_mixer("trellis", 256, 4, slots=32)."""
+def build_mixer(name: str, dim: int, heads: int, /, **fields: Any) -> Mixer:
+    """A mixer of width `dim`, e.g. build_mixer("trellis", 256, 4, slots=32).
+
+    `heads` is the default for mixers whose fields leave the number of heads open.
+    """
     config = mixer_config(name, fields)
     return MIXERS[name][1](dim, heads, config)

@@ -230,7 +230,7 @@ class TrellisMixer(Mixer):
             )  # fmt: skip
             assert final is not None
             memory = final
-        y = self.out_norm(y).to(x.dtype).flatten(2) * F.gelu(self.g_proj(x))
+        y = self.out_norm(y.to(x.dtype)).flatten(2) * F.gelu(self.g_proj(x))
         return self.o_proj(y), TrellisState(memory, tails["q"], tails["k"], tails["v"])
 
     def init_state(self, batch: int) -> TrellisState:

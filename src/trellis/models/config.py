@@ -33,7 +33,7 @@ class TrellisConfig(PreTrainedConfig):
     """
 
     model_type = "trellis"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 50257
     hidden_size: int = 768

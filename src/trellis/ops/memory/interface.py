@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -163,12 +163,23 @@ def trellis_memory_step(
 ) -> tuple[Tensor, MemoryState]:
     """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
 
-    Returns y [B, H, V] and the state after the token.
+    Returns y [B, H, V] and the state after the token. Where gradients are asked for it is
+    `trellis_memory` with one token; else a short path of its own.
     """
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,H")
     count = effective_minibatch(mode, minibatch)
     state = _memory_state(initial_state)
+    if _wants_gradients((q, k, v, alpha, *log_betas, *gammas, *(state or ()))):
+        y, final = trellis_memory(
+            q[:, None], k[:, None], v[:, None], alpha[:, None],
+            (log_betas[0][:, None], log_betas[1][:, None]),
+            (gammas[0][:, None], gammas[1][:, None]),
+            phi=phi, f=f, psi=psi, value_pass=value_pass, mode=mode, minibatch=minibatch,
+            initial_state=state, output_final_state=True,
+        )  # fmt: skip
+        assert final is not None
+        return y[:, 0], final
     with torch.autocast(q.device.type, enabled=False):
         before = _start(k, alpha, state and state.key_pass, None, count, "initial_state.keys")
         yhat, keys = compress_token(
@@ -208,14 +219,17 @@ def _compress(
             (query, x, target, log_beta, gamma), start, cu_seqlens, phi, minibatch, transposed
         )
     tensors = (query, x, target, log_beta, gamma, start.memory, start.anchor)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     y, memory, anchor, _ = compress_chunked(
-        *tensors, start.offset, cu_seqlens, phi, minibatch, transposed, save
+        *tensors, start.offset, cu_seqlens, phi, minibatch, transposed, _wants_gradients(tensors)
     )
     if start.offset is None:
         return y, PassState(memory)
     read = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     return y, move_on(memory, anchor, start.offset + read, minibatch)
+
+
+def _wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _run_reference(

@@ -1,4 +1,4 @@
-"""One token of one pass, for decoding. Plain differentiable PyTorch."""
+"""One token of one pass, for decoding without gradients."""
 
 from __future__ import annotations
 

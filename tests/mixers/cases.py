@@ -1,0 +1,27 @@
+"""The mixers that the common suite runs over: every name of the registry, and their variants."""
+
+from trellis.mixers import MIXERS
+
+#: name of the case -> (mixer, fields)
+CASES = {name: (name, {}) for name in MIXERS} | {
+    "trellis stale": ("trellis", {"mode": "stale", "minibatch": 8}),
+    "trellis decode": (
+        "trellis",
+        {
+            "value_pass": "decode",
+            "separate_gates": True,
+            "conv_on": ["q", "k", "v"],
+            "f": "silu",
+            "normalize_alpha": True,
+        },
+    ),
+    "trellis stale decode": (
+        "trellis",
+        {"mode": "stale", "minibatch": 5, "value_pass": "decode", "decay": "sigmoid"},
+    ),
+    "trellis learned start": ("trellis", {"phi": "ln_silu", "slots": 24}),
+    "trellis lms": ("trellis", {"lms_step": True, "step": "softplus", "conv_width": 0}),
+    "trellis without gate": ("trellis", {"forget_gate": False, "step": "constant", "heads": 4}),
+    "transformer window": ("transformer", {"window": 5}),
+    "transformer window of one": ("transformer", {"window": 1}),
+}

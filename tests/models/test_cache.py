@@ -1,0 +1,139 @@
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.models.helpers import STACKS, small_model, tokens
+from tests.support import relative_rms
+
+from trellis import TrellisCache
+
+every_stack = pytest.mark.parametrize("stack", STACKS)
+
+
+@pytest.mark.parametrize("stack", ["trellis", "trellis stale", "hybrid"])
+def test_size_does_not_grow(stack):
+    model = small_model(stack)
+    sizes = {model.read(tokens(2, n)).nbytes for n in (20, 50, 300)}
+    assert len(sizes) == 1
+
+
+def test_size_is_what_the_mixers_say():
+    model = small_model()
+    numbers = sum(block.mixer.state_size() for block in model.model.layers)
+    assert model.read(tokens(5, 9)).nbytes == 5 * 4 * numbers
+
+
+@every_stack
+@torch.no_grad()
+def test_saved_and_loaded(stack, tmp_path):
+    model = small_model(stack)
+    cache = model.read(tokens(2, 21))
+    cache.save(tmp_path / "state.safetensors")
+    loaded = TrellisCache.load(tmp_path / "state.safetensors", model)
+    more = tokens(2, 5, seed=1)
+    expected = model(more, past_key_values=cache).logits
+    assert torch.equal(model(more, past_key_values=loaded).logits, expected)
+    assert loaded.get_seq_length() == 26
+    assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+@torch.no_grad()
+def test_a_model_loaded_from_disk_takes_the_cache(tmp_path):
+    model = small_model()
+    model.save_pretrained(tmp_path / "model")
+    model.read(tokens(1, 9)).save(tmp_path / "state")
+    again = type(model).from_pretrained(tmp_path / "model")
+    loaded = TrellisCache.load(tmp_path / "state", again)
+    assert loaded.get_seq_length() == 9
+
+
+def test_another_model_is_refused(tmp_path):
+    model = small_model()
+    model.read(tokens(1, 9)).save(tmp_path / "state")
+    other = small_model()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="another configuration or other weights"):
+        TrellisCache.load(tmp_path / "state", other)
+    other = small_model(mixer_config={"f": "silu"})
+    with pytest.raises(ValueError, match="another configuration or other weights"):
+        TrellisCache.load(tmp_path / "state", other)
+
+
+def test_broken_files_are_refused(tmp_path):
+    model = small_model()
+    path = tmp_path / "state"
+    model.read(tokens(1, 9)).save(path)
+    data = path.read_bytes()
+    with pytest.raises(FileNotFoundError, match="no cache file"):
+        TrellisCache.load(tmp_path / "nothing", model)
+    path.write_bytes(data[:-100])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        TrellisCache.load(path, model)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match="do not match its checksum"):
+        TrellisCache.load(path, model)
+    path.write_bytes(data.replace(b'"version":"1"', b'"version":"9"'))
+    with pytest.raises(ValueError, match="format version 9"):
+        TrellisCache.load(path, model)
+    save_file({"x": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match="not one of a trellis-cache"):
+        TrellisCache.load(path, model)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        TrellisCache.load(path, model)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    model = small_model()
+    path = tmp_path / "state"
+    model.read(tokens(1, 9)).save(path)
+    before = path.read_bytes()
+
+    def full_disk(_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        model.read(tokens(1, 8)).save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        model.read(tokens(1, 8)).save(tmp_path / "missing" / "state")
+
+
+@every_stack
+@torch.no_grad()
+def test_clone_reorder_and_select(stack):
+    model = small_model(stack)
+    ids, more = tokens(3, 11), tokens(3, 4, seed=1)
+    cache = model.read(ids)
+    copy = cache.clone()
+    model.read(more, cache)  # the original reads on
+    assert copy.get_seq_length() == 11
+    expected = model(torch.cat([ids, more], dim=1)).logits[:, 11:]
+    assert relative_rms(model(more, past_key_values=copy.clone()).logits, expected) < 1e-5
+    swapped = copy.reorder(torch.tensor([2, 0, 0]))
+    expected = model(torch.cat([ids[[2, 0, 0]], more], dim=1)).logits[:, 11:]
+    assert relative_rms(model(more, past_key_values=swapped).logits, expected) < 1e-5
+    for batch in ([1], 1, slice(1, 2), torch.tensor([1]), torch.tensor([False, True, False])):
+        one = copy.select(batch)
+        assert one.batch_size == 1
+        logits = model(more[1:2], past_key_values=one).logits
+        expected = model(torch.cat([ids, more], dim=1)[1:2]).logits[:, 11:]
+        assert relative_rms(logits, expected) < 1e-5
+
+
+def test_reset_and_detach():
+    model = small_model()
+    ids = tokens(2, 7)
+    cache = model(ids, use_cache=True).past_key_values
+    assert cache.states[0].memory.keys.requires_grad
+    assert not cache.detach().states[0].memory.keys.requires_grad
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+def test_what_was_read_cannot_be_taken_back():
+    with pytest.raises(NotImplementedError, match="clone"):
+        small_model().read(tokens(1, 4)).crop(2)

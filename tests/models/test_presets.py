@@ -1,0 +1,39 @@
+import pytest
+from tests.models.helpers import STACKS, small_config
+
+from trellis.models import PRESETS, count_parameters, match_parameters, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_match_transformer_plus_plus(name):
+    trellis, transformer = preset(name), preset(name, "transformer")
+    assert (trellis.num_hidden_layers, trellis.hidden_size) == (
+        transformer.num_hidden_layers,
+        transformer.hidden_size,
+    )
+    ours, theirs = count_parameters(trellis), count_parameters(transformer)
+    assert abs(ours - theirs) / theirs < 0.01
+    assert trellis.mixer_config == {"trellis": {"slots": 64}}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_small_models_are_matched_too(stack):
+    reference = small_config("transformer")
+    matched = match_parameters(small_config(stack), reference)
+    wanted = count_parameters(reference)
+    assert abs(count_parameters(matched) - wanted) / wanted < 0.01
+    assert small_config(stack).intermediate_size == reference.intermediate_size
+
+
+def test_what_cannot_be_matched_is_an_error():
+    tiny = small_config("transformer", intermediate_size=1)
+    with pytest.raises(ValueError, match="no MLP width gives this model"):
+        match_parameters(small_config("trellis"), tiny)
+
+
+def test_preset_names_and_overrides():
+    with pytest.raises(ValueError, match=r"preset must be one of 125m.*; got '2b'"):
+        preset("2b")
+    config = preset("125m", vocab_size=1000, mixer_config={"slots": 32})
+    assert (config.vocab_size, config.mixer_config) == (1000, {"trellis": {"slots": 32}})
+    assert preset("125m", intermediate_size=100).intermediate_size == 100

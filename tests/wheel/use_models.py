@@ -1,0 +1,18 @@
+"""What must work after an install with the `models` extra."""
+
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import trellis
+
+config = trellis.TrellisConfig(
+    vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=2
+)
+with tempfile.TemporaryDirectory() as folder:
+    trellis.TrellisForCausalLM(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+out = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+assert out.shape == (1, 8)
+print(f"trellis {trellis.__version__}: the language model loads and generates")
