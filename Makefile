@@ -40,7 +40,7 @@ wheel: setup
 
 bench: setup
 	$(BIN)/python benchmarks/memory_op.py
-	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/stream.py --figure docs/figures/stream.png
 
 clean:
 	rm -rf $(VENV) dist build

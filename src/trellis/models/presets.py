@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,9 +45,38 @@ def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> T
 
 def count_parameters(config: TrellisConfig) -> int:
     """Parameters of the language model, tied weights counted once. Allocates nothing."""
+    return sum(parameter.numel() for parameter in _weightless(config).parameters())
+
+
+class Description(NamedTuple):
+    blocks: int
+    width: int
+    heads: int
+    mlp: int
+    parameters: int
+    embeddings: int
+    state_bytes: int | None  # fp32, of one sequence; None: grows with what is read
+
+
+def describe(name: str, mixer: str, **overrides: Any) -> Description:
+    """What a preset comes to with a mixer."""
+    config = preset(name, mixer, **overrides)
+    model = _weightless(config)
+    numbers = sum(block.mixer.state_size() for block in model.model.layers)
+    return Description(
+        blocks=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        mlp=config.intermediate_size or 0,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embeddings=model.model.embed_tokens.weight.numel(),
+        state_bytes=None if math.isinf(numbers) else int(4 * numbers),
+    )
+
+
+def _weightless(config: TrellisConfig) -> TrellisForCausalLM:
     with torch.device("meta"):
-        model = TrellisForCausalLM(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return TrellisForCausalLM(config)
 
 
 def match_parameters(config: TrellisConfig, reference: TrellisConfig) -> TrellisConfig:
