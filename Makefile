@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test test-slow lint format typecheck wheel bench clean
+.PHONY: setup demo test test-slow lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -13,6 +13,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/demo.py
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow"

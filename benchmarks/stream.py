@@ -71,7 +71,7 @@ def draw(rows: list[tuple[int, int, int, float]], per_token: int, path: Path) ->
     left.legend()
     right.plot(read, [row[2] / 2**20 for row in rows], marker="o")
     right.set(xlabel="tokens read", ylabel="MiB", title="Peak resident size of the process")
-    right.set_ylim(0)
+    right.set_ylim(0, 1.2 * max(row[2] for row in rows) / 2**20)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
