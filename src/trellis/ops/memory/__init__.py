@@ -1,4 +1,5 @@
-from .interface import BACKENDS, compress, trellis_memory, trellis_memory_step
+from .backends import BACKENDS
+from .interface import compress, trellis_memory, trellis_memory_step
 from .state import MemoryState, PassState
 
 __all__ = [

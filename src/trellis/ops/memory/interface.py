@@ -10,14 +10,12 @@ from torch import Tensor
 
 from .. import checks
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
+from .backends import choose
 from .library import compress as compress_chunked
 from .reference import compress_reference
 from .start import VALUE_PASSES, checked_bounds, effective_minibatch, pass_state
 from .state import MemoryState, PassState, move_on
 from .step import compress_token
-
-#: "triton" is the place of a GPU kernel; it is refused until there is one.
-BACKENDS = ("auto", "reference", "chunked", "triton")
 
 T = TypeVar("T")
 
@@ -54,7 +52,7 @@ def compress(
         initial_state: PassState or its memory alone, [N, H, M, D]; zeros by default.
         cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
             starts from its own entry of `initial_state`. Without it N = B.
-        backend: "auto", "reference" (the definition), "chunked".
+        backend: "auto", "reference" (the definition) or "chunked" (PyTorch, any device).
 
     Returns:
         y [B, T, H, M] ([B, T, H, D] if transposed) in the dtype of `query`, and the final
@@ -79,9 +77,10 @@ def compress(
 
     if isinstance(initial_state, Tensor):
         initial_state = PassState(initial_state)
+    backend = choose(backend, (query, x, target, log_beta, gamma), two_passes=False)
     y, state = _compress(
         query, x, target, log_beta, gamma, phi, effective_minibatch(mode, minibatch),
-        transposed, initial_state, cu_seqlens, _resolve(backend), "initial_state",
+        transposed, initial_state, cu_seqlens, backend, "initial_state",
     )  # fmt: skip
     return y.to(query.dtype), state if output_final_state else None
 
@@ -116,6 +115,8 @@ def trellis_memory(
         log_beta, gamma: [B, T, H], or a pair of these, one for each pass.
         f: ln_silu, l2_silu, softmax, silu or identity. psi: identity, or any phi.
         initial_state: MemoryState, or the pair (keys, values); zeros by default.
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or
+            "native" (a fused CPU kernel, fp32). "auto" takes the native kernel where it can.
         The rest as in `compress`.
 
     Returns:
@@ -128,8 +129,13 @@ def trellis_memory(
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,T,H")
     count = effective_minibatch(mode, minibatch)
-    backend = _resolve(backend)
+    backend = choose(backend, (q, k, v, alpha, *log_betas, *gammas), two_passes=True)
     state = _memory_state(initial_state)
+    if backend == "native":
+        y, final = _run_native(
+            q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, count, state, cu_seqlens
+        )
+        return y, final if output_final_state else None
 
     yhat, keys = _compress(
         q, k, alpha, log_betas[0], gammas[0], phi, count, False,
@@ -226,6 +232,50 @@ def _compress(
         return y, PassState(memory)
     read = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     return y, move_on(memory, anchor, start.offset + read, minibatch)
+
+
+def _run_native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_betas: tuple[Tensor, Tensor],
+    gammas: tuple[Tensor, Tensor],
+    phi: str,
+    f: str,
+    psi: str,
+    value_pass: str,
+    minibatch: int,
+    state: MemoryState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, MemoryState]:
+    """Both passes in the fused kernel. What they share is passed once."""
+    from .native.library import memory as memory_native
+
+    x2, target2, phi2, transposed = _value_write(v, alpha, phi, value_pass)
+    first = _start(k, alpha, state and state.key_pass, cu_seqlens, minibatch, "initial_state.keys")
+    second = _start(
+        x2, target2, state and state.value_pass, cu_seqlens, minibatch, "initial_state.values"
+    )
+    tensors = (
+        q, k, alpha, x2, None if target2 is alpha else target2,
+        log_betas[0], gammas[0],
+        None if log_betas[1] is log_betas[0] else log_betas[1],
+        None if gammas[1] is gammas[0] else gammas[1],
+        first.memory, second.memory, first.anchor, second.anchor,
+    )  # fmt: skip
+    y, keys, values, key_anchor, value_anchor, _ = memory_native(
+        *tensors, first.offset, cu_seqlens, phi, phi2, f, psi, transposed, minibatch,
+        _wants_gradients(tensors),
+    )  # fmt: skip
+    if first.offset is None:
+        return y, MemoryState(keys, values)
+    read = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    offset = first.offset + read
+    return y, MemoryState.join(
+        move_on(keys, key_anchor, offset, minibatch),
+        move_on(values, value_anchor, offset, minibatch),
+    )
 
 
 def _wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
@@ -337,12 +387,3 @@ def _memory_state(state: MemoryState | tuple[Tensor, Tensor] | None) -> MemorySt
             f"got {type(state).__name__}"
         )
     return MemoryState(*state)
-
-
-def _resolve(backend: str) -> str:
-    checks.choice("backend", backend, BACKENDS)
-    if backend == "triton":
-        raise NotImplementedError(
-            "backend='triton' is not part of this version; use 'auto', 'chunked' or 'reference'"
-        )
-    return "chunked" if backend == "auto" else backend

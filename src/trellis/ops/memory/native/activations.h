@@ -1,0 +1,263 @@
+// phi, f and psi on one row of n numbers, padded with zeros to np; and their derivatives.
+#pragma once
+#include "simd.h"
+
+enum Activation { IDENTITY, SILU, GELU, TANH, LAYERNORM, L2NORM, LN_SILU, L2_SILU, SOFTMAX };
+constexpr int WIDEST = 256;
+
+struct Width {
+  int n, np;
+  const float* mask;  // 1 for the n real entries, 0 for the padding
+};
+
+struct Silu {
+  static inline void first(vf z, vf& value, vf& slope) {
+    const vf s = vsigmoid(z);
+    value = z * s;
+    slope = s + value * (1.f - s);
+  }
+  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+    const vf s = vsigmoid(z), rest = 1.f - s;
+    value = z * s;
+    slope = s + value * rest;
+    curvature = s * rest * (2.f + z * (rest - s));
+  }
+};
+
+struct Gelu {
+  static inline void first(vf z, vf& value, vf& slope) {
+    vf density;
+    const vf below = vnormal(z, density);
+    value = z * below;
+    slope = below + z * density;
+  }
+  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+    vf density;
+    const vf below = vnormal(z, density);
+    value = z * below;
+    slope = below + z * density;
+    curvature = density * (2.f - z * z);
+  }
+};
+
+struct Tanh {
+  static inline void first(vf z, vf& value, vf& slope) {
+    value = vtanh(z);
+    slope = 1.f - value * value;
+  }
+  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+    first(z, value, slope);
+    curvature = -2.f * value * slope;
+  }
+};
+
+struct Identity {
+  static inline void first(vf z, vf& value, vf& slope) {
+    value = z;
+    slope = splat(1.f);
+  }
+  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+    first(z, value, slope);
+    curvature = vf{};
+  }
+};
+
+static inline float dot(const float* a, const float* b, int np) {
+  vf total{};
+  for (int i = 0; i < np; i += VL) total += load(a + i) * load(b + i);
+  return sum(total);
+}
+
+// layernorm (centred) or l2norm: normal = scale * P z; returns scale.
+static inline float normalise(const float* z, float* normal, Width w, bool centred) {
+  float mean = 0;
+  if (centred) {
+    vf total{};
+    for (int i = 0; i < w.np; i += VL) total += load(z + i) * load(w.mask + i);
+    mean = sum(total) / w.n;
+  }
+  vf squares{};
+  for (int i = 0; i < w.np; i += VL) {
+    const vf c = (load(z + i) - mean) * load(w.mask + i);
+    store(normal + i, c);
+    squares += c * c;
+  }
+  const float s = sum(squares);
+  const float scale = 1.f / std::sqrt(centred ? s / w.n + 1e-5f : s + 1e-6f);
+  for (int i = 0; i < w.np; i += VL) store(normal + i, load(normal + i) * scale);
+  return scale;
+}
+
+// out = J v of that normalisation, whose Jacobian is symmetric.
+static inline void normalise_jacobian(
+    const float* normal, float scale, const float* v, float* out, Width w, bool centred) {
+  float mean = 0;
+  if (centred) {
+    vf total{};
+    for (int i = 0; i < w.np; i += VL) total += load(v + i) * load(w.mask + i);
+    mean = sum(total) / w.n;
+  }
+  const float along = dot(normal, v, w.np) * (centred ? 1.f / w.n : 1.f);
+  for (int i = 0; i < w.np; i += VL)
+    store(out + i, scale * ((load(v + i) - mean) * load(w.mask + i) - load(normal + i) * along));
+}
+
+template <class F>
+static inline void value_of(const float* z, float* out, int np) {
+  for (int i = 0; i < np; i += VL) {
+    vf value, slope;
+    F::first(load(z + i), value, slope);
+    store(out + i, value);
+  }
+}
+
+template <class F>
+static inline void slope_times(const float* z, const float* g, float* out, int np) {
+  for (int i = 0; i < np; i += VL) {
+    vf value, slope;
+    F::first(load(z + i), value, slope);
+    store(out + i, slope * load(g + i));
+  }
+}
+
+// out = act(z). `out` may be `z`.
+static void activate(int act, const float* z, float* out, Width w) {
+  alignas(64) float inner[WIDEST];
+  switch (act) {
+    case IDENTITY: if (out != z) std::memcpy(out, z, 4 * w.np); break;
+    case SILU: value_of<Silu>(z, out, w.np); break;
+    case GELU: value_of<Gelu>(z, out, w.np); break;
+    case TANH: value_of<Tanh>(z, out, w.np); break;
+    case LAYERNORM: normalise(z, out, w, true); break;
+    case L2NORM: normalise(z, out, w, false); break;
+    case LN_SILU:
+    case L2_SILU:
+      value_of<Silu>(z, inner, w.np);
+      normalise(inner, out, w, act == LN_SILU);
+      break;
+    case SOFTMAX: {
+      float top = -INFINITY;
+      for (int i = 0; i < w.n; i++) top = z[i] > top || z[i] != z[i] ? z[i] : top;
+      vf total{};
+      for (int i = 0; i < w.np; i += VL) {
+        const vf e = vexp(load(z + i) - top) * load(w.mask + i);
+        store(out + i, e);
+        total += e;
+      }
+      const float scale = 1.f / sum(total);
+      for (int i = 0; i < w.np; i += VL) store(out + i, load(out + i) * scale);
+    }
+  }
+}
+
+// out = J(z)^T g.
+static void pull_back(int act, const float* z, const float* g, float* out, Width w) {
+  alignas(64) float inner[WIDEST], normal[WIDEST];
+  switch (act) {
+    case IDENTITY: if (out != g) std::memcpy(out, g, 4 * w.np); break;
+    case SILU: slope_times<Silu>(z, g, out, w.np); break;
+    case GELU: slope_times<Gelu>(z, g, out, w.np); break;
+    case TANH: slope_times<Tanh>(z, g, out, w.np); break;
+    case LAYERNORM:
+    case L2NORM: {
+      const float scale = normalise(z, normal, w, act == LAYERNORM);
+      normalise_jacobian(normal, scale, g, out, w, act == LAYERNORM);
+      break;
+    }
+    case LN_SILU:
+    case L2_SILU: {
+      value_of<Silu>(z, inner, w.np);
+      const float scale = normalise(inner, normal, w, act == LN_SILU);
+      normalise_jacobian(normal, scale, g, inner, w, act == LN_SILU);
+      slope_times<Silu>(z, inner, out, w.np);
+      break;
+    }
+    case SOFTMAX: {
+      activate(SOFTMAX, z, inner, w);
+      const float along = dot(inner, g, w.np);
+      for (int i = 0; i < w.np; i += VL) store(out + i, load(inner + i) * (load(g + i) - along));
+    }
+  }
+}
+
+template <class F>
+static inline __attribute__((always_inline)) void gradient_of(
+    const float* z, const float* target, float* u, int np) {
+  for (int i = 0; i < np; i += VL) {
+    vf value, slope;
+    F::first(load(z + i), value, slope);
+    store(u + i, slope * (value - load(target + i)));
+  }
+}
+
+// u = J(z)^T (phi(z) - target): the gradient that the memory steps along.
+static inline void gradient(int phi, const float* z, const float* target, float* u, Width w) {
+  switch (phi) {
+    case IDENTITY: gradient_of<Identity>(z, target, u, w.np); break;
+    case SILU: gradient_of<Silu>(z, target, u, w.np); break;
+    case GELU: gradient_of<Gelu>(z, target, u, w.np); break;
+    case TANH: gradient_of<Tanh>(z, target, u, w.np); break;
+    default: {
+      alignas(64) float error[WIDEST];
+      activate(phi, z, error, w);
+      for (int i = 0; i < w.np; i += VL) store(error + i, load(error + i) - load(target + i));
+      pull_back(phi, z, error, u, w);
+    }
+  }
+}
+
+template <class F>
+static inline void tangent_of(
+    const float* z, const float* target, const float* v, float* change, float* moved, int np) {
+  for (int i = 0; i < np; i += VL) {
+    vf value, slope, curvature;
+    F::second(load(z + i), value, slope, curvature);
+    const vf along = slope * load(v + i);
+    store(change + i, curvature * (value - load(target + i)) * load(v + i) + slope * along);
+    store(moved + i, along);
+  }
+}
+
+static inline void normalise_tangent(
+    const float* z, const float* target, const float* v, float* change, float* moved, Width w,
+    bool centred) {
+  alignas(64) float normal[WIDEST], error[WIDEST], first[WIDEST], last[WIDEST];
+  const float scale = normalise(z, normal, w, centred);
+  const float share = centred ? 1.f / w.n : 1.f;
+  for (int i = 0; i < w.np; i += VL) store(error + i, load(normal + i) - load(target + i));
+  normalise_jacobian(normal, scale, v, moved, w, centred);
+  normalise_jacobian(normal, scale, error, first, w, centred);
+  normalise_jacobian(normal, scale, moved, last, w, centred);
+  const float relative = -share * scale * dot(normal, v, w.np);
+  const float ne = dot(normal, error, w.np), me = dot(moved, error, w.np);
+  for (int i = 0; i < w.np; i += VL)
+    store(change + i,
+          relative * load(first + i)
+              - share * scale * (load(moved + i) * ne + load(normal + i) * me) + load(last + i));
+}
+
+// change = du/dz v, moved = J v.
+static inline void tangent(
+    int phi, const float* z, const float* target, const float* v, float* change, float* moved,
+    Width w) {
+  switch (phi) {
+    case IDENTITY: tangent_of<Identity>(z, target, v, change, moved, w.np); break;
+    case SILU: tangent_of<Silu>(z, target, v, change, moved, w.np); break;
+    case GELU: tangent_of<Gelu>(z, target, v, change, moved, w.np); break;
+    case TANH: tangent_of<Tanh>(z, target, v, change, moved, w.np); break;
+    case LAYERNORM:
+    case L2NORM: normalise_tangent(z, target, v, change, moved, w, phi == LAYERNORM); break;
+    default: {  // LN_SILU
+      alignas(64) float inner[WIDEST], direction[WIDEST], outer[WIDEST], twist[WIDEST];
+      value_of<Silu>(z, inner, w.np);
+      slope_times<Silu>(z, v, direction, w.np);
+      normalise_tangent(inner, target, direction, outer, moved, w, true);
+      gradient(LAYERNORM, inner, target, twist, w);
+      for (int i = 0; i < w.np; i += VL) {
+        vf value, slope, curvature;
+        Silu::second(load(z + i), value, slope, curvature);
+        store(change + i, curvature * load(v + i) * load(twist + i) + slope * load(outer + i));
+      }
+    }
+  }
+}

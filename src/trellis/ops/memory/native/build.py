@@ -1,0 +1,147 @@
+"""Compiles the kernel with the system's C++ compiler on first use, and keeps it in a cache.
+
+The cache is one folder per user that nobody else can write to: to load a library is to run it.
+Files are named by a hash of the sources, the flags, the compiler and the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("memory.cpp", "pass.h", "activations.h", "gemm.h", "simd.h", "tensors.h")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
+#: What CPU to compile for; the tests set others that run here.
+TARGETS = {"native": ("-march=native",), "avx2": ("-mavx2", "-mfma"), "portable": ()}
+
+
+class NoKernel(RuntimeError):
+    """The kernel cannot be had here; the message says why and what would help."""
+
+
+def cache_folder() -> Path:
+    """TRELLIS_CACHE, or trellis in the user's cache folder."""
+    given = os.environ.get("TRELLIS_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(base) / "trellis"
+
+
+def private_folder(folder: Path) -> Path:
+    """Make the folder for this user alone. Raises NoKernel if others could write to it."""
+    try:
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        facts = folder.stat()
+    except OSError as error:
+        raise NoKernel(f"cannot make the cache folder {folder}: {error}") from error
+    if hasattr(os, "getuid") and facts.st_uid != os.getuid():
+        raise NoKernel(f"the cache folder {folder} belongs to another user; set TRELLIS_CACHE")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NoKernel(
+            f"others can write to the cache folder {folder}, and its libraries are executed: "
+            f"run chmod go-w {folder}, or set TRELLIS_CACHE to a folder of your own"
+        )
+    return folder
+
+
+def find_compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in (named,) if named else COMPILERS:
+        if name and (path := shutil.which(name)):
+            return path
+    looked = named or ", ".join(COMPILERS)
+    raise NoKernel(
+        f"no C++ compiler (looked for {looked}); install one, e.g. g++ (apt install g++), "
+        "or name it in CXX"
+    )
+
+
+def library(target: str = "native", extra: tuple[str, ...] = ()) -> Path:
+    """The path of the compiled kernel, compiled now unless it is in the cache."""
+    compiler = find_compiler()
+    flags = (*FLAGS, *TARGETS[target], *extra)
+    folder = private_folder(cache_folder())
+    path = folder / f"memory-{_key(compiler, flags)}.so"
+    if path.exists():
+        return path
+    with _locked(folder / "lock"):
+        if not path.exists():  # another process may have compiled it while this one waited
+            _compile(compiler, flags, path)
+    return path
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((HERE / name).read_bytes())
+    digest.update(repr((compiler, _version(compiler), flags, _cpu(), _global_openmp())).encode())
+    return digest.hexdigest()[:24]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    out = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return out.stdout
+
+
+@functools.cache
+def _cpu() -> str:
+    """What -march=native depends on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _global_openmp() -> bool:
+    """Whether the OpenMP runtime that torch has loaded can be linked to.
+
+    A second runtime would bring a second pool of threads, which fights with torch's for the cores.
+    """
+    import torch  # noqa: F401
+
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        made = Path(work) / "memory.o"
+        _run([compiler, *flags, "-c", str(HERE / "memory.cpp"), "-o", str(made)])
+        linked = Path(work) / "memory.so"
+        link = [f for f in flags if f.startswith("-fsanitize") or f == "-fopenmp"]
+        if _global_openmp():
+            link.remove("-fopenmp")
+        _run([compiler, "-shared", *link, str(made), "-o", str(linked)])
+        os.replace(linked, path)
+
+
+def _run(command: list[str]) -> None:
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    if out.returncode:
+        raise NoKernel(f"the compiler failed: {' '.join(command)}\n{out.stderr[-2000:]}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; where there are no file locks, each compiles for itself."""
+    with path.open("w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass
+        yield

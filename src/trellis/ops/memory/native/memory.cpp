@@ -1,0 +1,366 @@
+// The two-pass compression memory: forward, backward and one-token step, one (sequence, head) at a
+// time. No torch headers: Python passes plain pointers (see library.py beside this file).
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+#include "pass.h"
+#include "tensors.h"
+
+struct Sequence {
+  int64_t batch, token, length, offset, saved;  // saved: its first place among the saved memories
+};
+
+struct State {  // [N, H, m, d] each; the anchors in stale mode only
+  float *first, *second, *first_anchor, *second_anchor;
+};
+
+struct Problem {
+  int64_t sequences, heads, threads;
+  int64_t d1, m1, d2, m2;  // sizes of x and target in each pass
+  int64_t phi1, phi2, f, psi;
+  int64_t transposed;      // the value pass reads with the transpose
+  int64_t minibatch;       // 1: exact
+  int64_t segment;         // tokens between saved memories, a multiple of the minibatch and of 16
+  int64_t shared_target;   // both passes have the same target: its gradients are added up
+  const Sequence* sequence;
+  Tensor q, x1, t1, x2, t2, log_beta1, gamma1, log_beta2, gamma2;
+  Tensor y;                // dy in the backward
+  State start, final;      // in the backward: gradients of the start, gradients of the final state
+  State origin;            // backward: the state that the forward started from
+  float* saved;            // null: nothing is saved
+  Tensor dq, dx1, dt1, dx2, dt2, dlog_beta1, dgamma1, dlog_beta2, dgamma2;
+};
+
+namespace {
+
+struct Buffer {
+  explicit Buffer(size_t floats) {
+    if (posix_memalign(reinterpret_cast<void**>(&data), 64, 4 * floats + 64)) throw std::bad_alloc();
+    std::memset(data, 0, 4 * floats);
+  }
+  ~Buffer() { std::free(data); }
+  float* data;
+};
+
+struct Mask {
+  alignas(64) float on[WIDEST];
+  explicit Mask(int n) {
+    for (int i = 0; i < WIDEST; i++) on[i] = i < n;
+  }
+};
+
+// Chunks end at multiples of 16 inside a mini-batch and at its end. Positions count from the start
+// of the mini-batch that the sequence starts in.
+struct Plan {
+  int64_t minibatch, segment;
+  int64_t end_of_chunk(int64_t at, int64_t last) const {
+    if (minibatch == 1) return std::min((at / C + 1) * C, last);
+    const int64_t first = at / minibatch * minibatch;
+    return std::min({first + ((at - first) / C + 1) * C, first + minibatch, last});
+  }
+  bool starts_minibatch(int64_t at) const { return at % minibatch == 0; }
+};
+
+template <int S>
+struct Runner {
+  const Problem& p;
+  Pass<S, S> one, two;
+  Mask mask1, mask2, mask_d2;
+  Plan plan;
+  bool stale;
+
+  explicit Runner(const Problem& p)
+      : p(p), mask1(p.m1), mask2(p.m2), mask_d2(p.d2), plan{p.minibatch, p.segment},
+        stale(p.minibatch > 1) {
+    one = {padded(p.d1), padded(p.m1), int(p.phi1), {int(p.m1), padded(p.m1), mask1.on}, stale};
+    two = {padded(p.d2), padded(p.m2), int(p.phi2), {int(p.m2), padded(p.m2), mask2.on}, stale};
+  }
+
+  size_t memory1() const { return size_t(one.D()) * one.M(); }
+  size_t memory2() const { return size_t(two.D()) * two.M(); }
+  int y_width() const { return p.transposed ? p.d2 : p.m2; }
+  int y_padded() const { return p.transposed ? two.D() : two.M(); }
+  Width y_shape() const {
+    return {y_width(), y_padded(), p.transposed ? mask_d2.on : mask2.on};
+  }
+  int widest() const { return std::max({one.D(), one.M(), two.D(), two.M()}); }
+
+  float* of(float* state, int64_t n, int64_t h, int64_t m, int64_t d) const {
+    return state + (n * p.heads + h) * m * d;
+  }
+
+  void read_inputs(
+      Chunk& a, Chunk& b, float* q, const Sequence& s, int64_t h, int64_t at, int count) const {
+    const int64_t token = s.token + at - s.offset;
+    read_rows(p.q, s.batch, token, h, count, q, p.d1, one.D());
+    read_rows(p.x1, s.batch, token, h, count, a.x, p.d1, one.D());
+    read_rows(p.t1, s.batch, token, h, count, a.target, p.m1, one.M());
+    read_rows(p.x2, s.batch, token, h, count, b.x, p.d2, two.D());
+    read_rows(p.t2, s.batch, token, h, count, b.target, p.m2, two.M());
+    read_gate(p.log_beta1, s.batch, token, h, count, a.beta, 0);
+    read_gate(p.gamma1, s.batch, token, h, count, a.gamma, 0);
+    read_gate(p.log_beta2, s.batch, token, h, count, b.beta, 0);
+    read_gate(p.gamma2, s.batch, token, h, count, b.gamma, 0);
+  }
+
+  // The writes of both passes. Their substitutions do not depend on each other, so they run side
+  // by side and hide each other's latency.
+  void write(Chunk& a, Chunk& b) const {
+    one.prepare(a);
+    two.prepare(b);
+    for (int t = 0; t < C; t++) {
+      one.substitute(a, t);
+      two.substitute(b, t);
+    }
+  }
+
+  size_t forward_floats() const {
+    return one.chunk_floats(one.D(), one.M()) + two.chunk_floats(two.D(), two.M()) +
+           memory1() + memory2() + size_t(8) * C * widest() + C * C;
+  }
+
+  void forward(int64_t n, int64_t h, float* space) const {
+    const Sequence& s = p.sequence[n];
+    Chunk a, b;
+    space = two.carve(b, one.carve(a, space));
+    auto take = [&](size_t count) { float* q = space; space += count; return q; };
+    float *anchor1 = take(memory1()), *anchor2 = take(memory2());
+    float *q = take(C * widest()), *yhat = take(C * widest()), *qm = take(C * widest());
+    float *y = take(C * widest()), *lanes = take(C * widest()), *lanes2 = take(C * widest());
+    float *scratch = take(C * widest()), *scores = take(C * C);
+    read_state(of(p.start.first, n, h, p.m1, p.d1), a.memory, p.m1, p.d1, one.M(), one.D());
+    read_state(of(p.start.second, n, h, p.m2, p.d2), b.memory, p.m2, p.d2, two.M(), two.D());
+    if (stale) {
+      read_state(of(p.start.first_anchor, n, h, p.m1, p.d1), anchor1, p.m1, p.d1, one.M(), one.D());
+      read_state(of(p.start.second_anchor, n, h, p.m2, p.d2), anchor2, p.m2, p.d2, two.M(), two.D());
+    }
+    a.anchor = anchor1, b.anchor = anchor2;
+    float* saved = p.saved ? p.saved + (s.saved * p.heads) * (memory1() + memory2()) : nullptr;
+
+    const int64_t last = s.offset + s.length;
+    for (int64_t at = s.offset, end; at < last; at = end) {
+      end = plan.end_of_chunk(at, last);
+      const int count = end - at;
+      if (saved && (at == s.offset || at % plan.segment == 0)) {
+        float* place = saved + (at / plan.segment * p.heads + h) * (memory1() + memory2());
+        std::memcpy(place, a.memory, 4 * memory1());
+        std::memcpy(place + memory1(), b.memory, 4 * memory2());
+      }
+      if (stale && at != s.offset && plan.starts_minibatch(at)) {
+        std::memcpy(anchor1, a.memory, 4 * memory1());
+        std::memcpy(anchor2, b.memory, 4 * memory2());
+      }
+      read_inputs(a, b, q, s, h, at, count);
+      write(a, b);
+      const int broken1 = one.contain(a), broken2 = two.contain(b);
+      one.read(a, q, yhat, qm, scores);
+      for (int t = 0; t < C; t++)
+        activate(p.f, yhat + t * one.M(), yhat + t * one.M(), one.wide);
+      if (p.transposed)
+        two.read_transposed(b, yhat, y, lanes, lanes2);
+      else
+        two.read(b, yhat, y, qm, scores);
+      if (p.psi != IDENTITY)
+        for (int t = 0; t < C; t++)
+          activate(p.psi, y + t * y_padded(), y + t * y_padded(), y_shape());
+      const int broken = std::min(broken1, broken2);
+      for (int i = broken * y_padded(); i < C * y_padded(); i++) y[i] = NAN;
+      write_rows(p.y, s.batch, s.token + at - s.offset, h, count, y, y_width(), y_padded());
+      one.next(a, a.memory, scratch);
+      two.next(b, b.memory, scratch);
+      if (broken1 < C) std::fill_n(a.memory, memory1(), NAN);
+      if (broken2 < C) std::fill_n(b.memory, memory2(), NAN);
+    }
+    write_state(of(p.final.first, n, h, p.m1, p.d1), a.memory, p.m1, p.d1, one.M());
+    write_state(of(p.final.second, n, h, p.m2, p.d2), b.memory, p.m2, p.d2, two.M());
+    if (stale) {
+      write_state(of(p.final.first_anchor, n, h, p.m1, p.d1), anchor1, p.m1, p.d1, one.M());
+      write_state(of(p.final.second_anchor, n, h, p.m2, p.d2), anchor2, p.m2, p.d2, two.M());
+    }
+  }
+
+  // Chunks of a segment at most: the first may be short of a multiple of 16, and so may every
+  // mini-batch.
+  int segment_chunks() const {
+    if (!stale) return p.segment / C;
+    return p.segment / p.minibatch * ((p.minibatch + C - 1) / C);
+  }
+
+  size_t backward_floats() const {
+    const size_t chunk = one.chunk_floats(one.D(), one.M()) +
+                         two.chunk_floats(two.D(), two.M()) + C * widest();
+    return chunk * segment_chunks() + Pass<S, S>::Back::floats(one.D(), one.M()) +
+           Pass<S, S>::Back::floats(two.D(), two.M()) + 4 * (memory1() + memory2()) +
+           size_t(12) * C * widest() + 2 * C * C + 4 * C;
+  }
+
+  void backward(int64_t n, int64_t h, float* space) const {
+    const Sequence& s = p.sequence[n];
+    auto take = [&](size_t count) { float* q = space; space += count; return q; };
+    const int most = segment_chunks();
+    std::vector<Chunk> as(most), bs(most);
+    std::vector<float*> qs(most);
+    std::vector<int64_t> ats(most);
+    for (int i = 0; i < most; i++) {
+      space = two.carve(bs[i], one.carve(as[i], space));
+      qs[i] = take(C * widest());
+    }
+    typename Pass<S, S>::Back ba, bb;
+    space = ba.carve(space, one.D(), one.M());
+    space = bb.carve(space, two.D(), two.M());
+    float *d1 = take(memory1()), *d2 = take(memory2());    // gradient of the memory
+    float *da1 = take(memory1()), *da2 = take(memory2());  // gradient of the anchor under way
+    float *anchor1 = take(memory1()), *anchor2 = take(memory2());  // the sequence's first
+    float *yhat = take(C * widest()), *qm = take(C * widest()), *r = take(C * widest());
+    float *dy = take(C * widest()), *dr = take(C * widest()), *dyhat = take(C * widest());
+    float *qm2 = take(C * widest()), *y = take(C * widest()), *rows = take(C * widest());
+    float *lanes = take(C * widest()), *lanes2 = take(C * widest());
+    float *scores = take(C * C), *scores2 = take(C * C), *gates = take(4 * C);
+    float *dgamma1 = gates, *dgamma2 = gates + C, *dbeta1 = gates + 2 * C, *dbeta2 = gates + 3 * C;
+
+    read_state(of(p.final.first, n, h, p.m1, p.d1), d1, p.m1, p.d1, one.M(), one.D());
+    read_state(of(p.final.second, n, h, p.m2, p.d2), d2, p.m2, p.d2, two.M(), two.D());
+    if (stale) {
+      read_state(of(p.final.first_anchor, n, h, p.m1, p.d1), da1, p.m1, p.d1, one.M(), one.D());
+      read_state(of(p.final.second_anchor, n, h, p.m2, p.d2), da2, p.m2, p.d2, two.M(), two.D());
+      read_state(of(p.origin.first_anchor, n, h, p.m1, p.d1), anchor1, p.m1, p.d1, one.M(), one.D());
+      read_state(of(p.origin.second_anchor, n, h, p.m2, p.d2), anchor2, p.m2, p.d2, two.M(), two.D());
+    }
+    const int64_t last = s.offset + s.length;
+    const int64_t segments = s.length ? (last + plan.segment - 1) / plan.segment : 0;
+    for (int64_t g = segments - 1; g >= 0; g--) {
+      const float* place =
+          p.saved + ((s.saved + g) * p.heads + h) * (memory1() + memory2());
+      int64_t at = std::max(g * plan.segment, s.offset);
+      const int64_t stop = std::min((g + 1) * plan.segment, last);
+      int chunks = 0;
+      for (int64_t end; at < stop; at = end, chunks++) {
+        end = plan.end_of_chunk(at, last);
+        Chunk &a = as[chunks], &b = bs[chunks];
+        ats[chunks] = at;
+        if (chunks == 0) {
+          std::memcpy(a.memory, place, 4 * memory1());
+          std::memcpy(b.memory, place + memory1(), 4 * memory2());
+        } else {
+          one.next(as[chunks - 1], a.memory, rows);
+          two.next(bs[chunks - 1], b.memory, rows);
+        }
+        const bool first = at == s.offset;
+        if (stale && (first || plan.starts_minibatch(at))) {
+          a.anchor = first ? anchor1 : a.memory;
+          b.anchor = first ? anchor2 : b.memory;
+        } else if (stale) {
+          a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
+        }
+        read_inputs(a, b, qs[chunks], s, h, at, end - at);
+        write(a, b);
+      }
+      for (int i = chunks - 1; i >= 0; i--) {
+        const Chunk &a = as[i], &b = bs[i];
+        const float* q = qs[i];
+        const int64_t token = s.token + ats[i] - s.offset;
+        const int count = plan.end_of_chunk(ats[i], last) - ats[i];
+        one.read(a, q, yhat, qm, scores);
+        for (int t = 0; t < C; t++)
+          activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
+        read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
+        if (!p.transposed) two.read(b, r, y, qm2, scores2);
+        if (p.psi != IDENTITY) {
+          if (p.transposed) two.read_transposed(b, r, y, lanes, lanes2);
+          for (int t = 0; t < C; t++) {
+            float *row = dy + t * y_padded(), *pulled = rows;
+            pull_back(p.psi, y + t * y_padded(), row, pulled, y_shape());
+            std::memcpy(row, pulled, 4 * y_padded());
+          }
+        }
+        const float* dquery = bb.rows;
+        if (p.transposed) {
+          two.back_read_transposed(b, r, dy, d2, dr, bb);
+          dquery = dr;
+        } else {
+          two.back_read(b, r, qm2, scores2, dy, d2, bb);
+        }
+        for (int t = 0; t < C; t++)
+          pull_back(p.f, yhat + t * one.M(), dquery + t * one.M(), dyhat + t * one.M(), one.wide);
+        one.back_read(a, q, qm, scores, dyhat, d1, ba);
+        write_rows(p.dq, s.batch, token, h, count, ba.rows, p.d1, one.D());
+        for (int t = C - 1; t >= 0; t--) {
+          one.substitute_back(a, ba, dgamma1, t);
+          two.substitute_back(b, bb, dgamma2, t);
+        }
+        one.finish(a, ba, q, dyhat, d1, da1, dbeta1);
+        two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, da2, dbeta2);
+        if (stale && ats[i] != s.offset && plan.starts_minibatch(ats[i])) {
+          for (size_t j = 0; j < memory1(); j++) d1[j] += da1[j], da1[j] = 0;
+          for (size_t j = 0; j < memory2(); j++) d2[j] += da2[j], da2[j] = 0;
+        }
+        to_rows(ba.dx_lanes, rows, one.D());
+        write_rows(p.dx1, s.batch, token, h, count, rows, p.d1, one.D());
+        to_rows(bb.dx_lanes, rows, two.D());
+        write_rows(p.dx2, s.batch, token, h, count, rows, p.d2, two.D());
+        if (p.shared_target)
+          for (int j = 0; j < C * one.M(); j++) ba.dtarget[j] += bb.dtarget[j];
+        else
+          write_rows(p.dt2, s.batch, token, h, count, bb.dtarget, p.m2, two.M());
+        write_rows(p.dt1, s.batch, token, h, count, ba.dtarget, p.m1, one.M());
+        write_gate(p.dlog_beta1, s.batch, token, h, count, dbeta1);
+        write_gate(p.dgamma1, s.batch, token, h, count, dgamma1);
+        write_gate(p.dlog_beta2, s.batch, token, h, count, dbeta2);
+        write_gate(p.dgamma2, s.batch, token, h, count, dgamma2);
+      }
+    }
+    write_state(of(p.start.first, n, h, p.m1, p.d1), d1, p.m1, p.d1, one.M());
+    write_state(of(p.start.second, n, h, p.m2, p.d2), d2, p.m2, p.d2, two.M());
+    if (stale) {
+      write_state(of(p.start.first_anchor, n, h, p.m1, p.d1), da1, p.m1, p.d1, one.M());
+      write_state(of(p.start.second_anchor, n, h, p.m2, p.d2), da2, p.m2, p.d2, two.M());
+    }
+  }
+
+  int run(bool forwards) const {
+    const int64_t tasks = p.sequences * p.heads;
+    const size_t floats = forwards ? forward_floats() : backward_floats();
+    bool failed = false;
+#pragma omp parallel num_threads(p.threads)
+    {
+      std::unique_ptr<Buffer> space;
+      try {
+        space.reset(new Buffer(floats));
+      } catch (const std::bad_alloc&) {
+#pragma omp atomic write
+        failed = true;
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < tasks; i++) {
+        if (!space) continue;
+        if (forwards)
+          forward(i / p.heads, i % p.heads, space->data);
+        else
+          backward(i / p.heads, i % p.heads, space->data);
+      }
+    }
+    return failed;
+  }
+};
+
+int run(const Problem& p, bool forwards) {
+  const bool square64 = padded(p.d1) == 64 && padded(p.m1) == 64 && padded(p.d2) == 64 &&
+                        padded(p.m2) == 64;
+  return square64 ? Runner<64>(p).run(forwards) : Runner<0>(p).run(forwards);
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0: done; 1: out of memory.
+int trellis_forward(const Problem* p) { return run(*p, true); }
+int trellis_backward(const Problem* p) { return run(*p, false); }
+
+int trellis_vector_length() { return VL; }
+int64_t trellis_saved_floats(const Problem* p) {
+  return int64_t(padded(p->d1)) * padded(p->m1) + int64_t(padded(p->d2)) * padded(p->m2);
+}
+}

@@ -1,0 +1,112 @@
+// Vectors of floats by the compiler's vector types: AVX-512, AVX2 and plain SSE or NEON alike.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;
+#elif defined(__AVX__)
+constexpr int VL = 8;
+#else
+constexpr int VL = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+static inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
+static inline vf splat(float x) { return vf{} + x; }
+static inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+static inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
+static inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
+static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+
+static inline float sum(vf x) {
+  float total = 0;
+  for (int i = 0; i < VL; i++) total += x[i];
+  return total;
+}
+
+// exp to about 1e-7 relative; arguments outside of [-87, 88] are clamped, NaN stays NaN.
+static inline vf vexp(vf x) {
+  x = select(x > 88.f, splat(88.f), select(x < -87.f, splat(-87.f), x));
+  const vf shifted = x * 1.44269504f + 12582912.f;  // rounds to whole numbers of ln 2
+  const vf n = shifted - 12582912.f;
+  const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  const vi exponent = ((vi)shifted - 0x4b400000 + 127) << 23;
+  return p * (vf)exponent;
+}
+
+static inline vf vsigmoid(vf x) { return 1.f / (1.f + vexp(-x)); }
+
+static inline vf vtanh(vf x) {
+  const vf large = 1.f - 2.f / (1.f + vexp(2.f * x));
+  const vf s = x * x;
+  vf p = s * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * s - 5.37397155531e-2f;
+  p = p * s + 1.33314422036e-1f;
+  p = p * s - 3.33332819422e-1f;
+  return select(vabs(x) < 0.625f, x + x * s * p, large);
+}
+
+// The normal distribution function, to about 1e-7 (Abramowitz and Stegun 7.1.26), and its density.
+static inline vf vnormal(vf x, vf& density) {
+  const vf e = vexp(-0.5f * x * x);
+  density = e * 0.39894228040f;
+  const vf t = 1.f / (1.f + 0.3275911f * 0.70710678f * vabs(x));
+  vf p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const vf upper = 0.5f * p * t * e;
+  return select(x > 0.f, 1.f - upper, upper);
+}
+
+// out[i][j] = in[j][i] for a 16 x 16 block; `in` and `out` must not overlap.
+static inline void transpose_block(const float* in, long in_stride, float* out, long out_stride) {
+#if defined(__AVX512F__)
+  vf a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) a[i] = load(in + i * in_stride);
+  // Swaps the off-diagonal quarters of ever smaller blocks: 8 x 8, 4 x 4, 2 x 2, 1 x 1.
+#define TRELLIS_SWAP(from, to, step, i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, \
+                     i14, i15)                                                                  \
+  _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) if (!(i & step)) {                      \
+    to[i] = __builtin_shufflevector(from[i], from[i + step], i0, i1, i2, i3, i4, i5, i6, i7,     \
+                                    i8, i9, i10, i11, i12, i13, i14, i15);                      \
+    to[i + step] = __builtin_shufflevector(                                                     \
+        from[i], from[i + step], i0 + step, i1 + step, i2 + step, i3 + step, i4 + step,         \
+        i5 + step, i6 + step, i7 + step, i8 + step, i9 + step, i10 + step, i11 + step,          \
+        i12 + step, i13 + step, i14 + step, i15 + step);                                        \
+  }
+  TRELLIS_SWAP(a, b, 8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+  TRELLIS_SWAP(b, a, 4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+  TRELLIS_SWAP(a, b, 2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+  TRELLIS_SWAP(b, a, 1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+#undef TRELLIS_SWAP
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) store(out + i * out_stride, a[i]);
+#else
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) out[i * out_stride + j] = in[j * in_stride + i];
+#endif
+}
+
+// in [16][n] with stride n -> out [n][16]
+static inline void to_lanes(const float* in, float* out, int n) {
+  for (int j = 0; j < n; j += 16) transpose_block(in + j, n, out + j * 16, 16);
+}
+
+// in [n][16] -> out [16][n] with stride n
+static inline void to_rows(const float* in, float* out, int n) {
+  for (int j = 0; j < n; j += 16) transpose_block(in + j * 16, 16, out + j, n);
+}
