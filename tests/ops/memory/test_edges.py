@@ -9,15 +9,17 @@ from tests.support import problem, relative_rms, unit
 from trellis.ops import trellis_memory
 
 MODES = ["exact", "stale"]
+every_backend = pytest.mark.parametrize("backend", ["chunked", "native"])
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
 
 def same_as_reference(case, limit=2e-5):
     expected = case.run("reference", torch.float64)
-    actual = case.run("chunked", torch.float32)
-    for name, value in expected.items():
-        assert torch.isfinite(actual[name]).all(), name
-        assert relative_rms(actual[name], value) <= limit, name
+    for backend in ("chunked", "native"):
+        actual = case.run(backend, torch.float32)
+        for name, value in expected.items():
+            assert torch.isfinite(actual[name]).all(), f"{backend}: {name}"
+            assert relative_rms(actual[name], value) <= limit, f"{backend}: {name}"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -45,9 +47,10 @@ def test_no_step_writes_nothing(mode):
     case.tensors["gamma2"].zero_()
     same_as_reference(case)
     tensors = [case.tensors[name].float() for name in NAMES]
-    y, state = trellis_memory(*tensors, mode=mode, output_final_state=True)
-    assert not y.any()
-    assert not state.keys.any()
+    for backend in ("chunked", "native"):
+        y, state = trellis_memory(*tensors, mode=mode, output_final_state=True, backend=backend)
+        assert not y.any()
+        assert not state.keys.any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -58,16 +61,17 @@ def test_zero_vectors(mode, name):
     same_as_reference(case)
 
 
+@every_backend
 @pytest.mark.parametrize("phi", ["silu", "identity", "gelu", "tanh"])
 @pytest.mark.parametrize("mode", MODES)
-def test_inputs_of_ten_thousand(mode, phi):
+def test_inputs_of_ten_thousand(mode, phi, backend):
     """The memory diverges; up to the first non-finite row it equals the reference."""
     case = problem(tokens=40, mode=mode, phi=phi, batch=1, heads=1, f="silu")
     for name in ("q", "k", "v", "alpha"):
         case.tensors[name] *= 1e4
     tensors = [case.tensors[name].float() for name in NAMES]
     expected, _ = trellis_memory(*tensors, backend="reference", **case.options)
-    actual, _ = trellis_memory(*tensors, backend="chunked", **case.options)
+    actual, _ = trellis_memory(*tensors, backend=backend, **case.options)
     finite = torch.isfinite(expected).flatten(2).all(-1)[0]
     rows = 40 if bool(finite.all()) else int((~finite).nonzero()[0])
     assert rows > 0
@@ -75,9 +79,10 @@ def test_inputs_of_ten_thousand(mode, phi):
         assert relative_rms(actual[:, t], expected[:, t]) < 2e-4, f"row {t} of {rows}"
 
 
+@every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", MODES)
-def test_half_precision_inputs(mode, dtype):
+def test_half_precision_inputs(mode, dtype, backend):
     """The result is that of the rounded inputs: states and sums are fp32."""
     case = problem(tokens=40, mode=mode)
     rounded = [case.tensors[name].to(dtype) for name in NAMES]
@@ -85,7 +90,7 @@ def test_half_precision_inputs(mode, dtype):
         *(t.double() for t in rounded), backend="reference", output_final_state=True, **case.options
     )
     leaves = [t.clone().requires_grad_() for t in rounded]
-    y, final = trellis_memory(*leaves, output_final_state=True, **case.options)
+    y, final = trellis_memory(*leaves, output_final_state=True, backend=backend, **case.options)
     assert y.dtype == dtype
     assert final.keys.dtype == final.values.dtype == torch.float32
     assert relative_rms(final.keys, state.keys) < 2e-5
@@ -94,16 +99,17 @@ def test_half_precision_inputs(mode, dtype):
     assert all(leaf.grad.dtype == dtype for leaf in leaves)
 
 
+@every_backend
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_nan_stays_in_its_sequence_of_a_batch(mode, name):
+def test_nan_stays_in_its_sequence_of_a_batch(mode, name, backend):
     case = problem(batch=3, tokens=20, mode=mode)
     tensors = {n: case.tensors[n].float() for n in NAMES}
-    clean, _ = trellis_memory(*tensors.values(), **case.options)
+    clean, _ = trellis_memory(*tensors.values(), backend=backend, **case.options)
     tensors[name] = tensors[name].clone()
     tensors[name][1, 5] = math.nan
     leaves = [t.requires_grad_() for t in tensors.values()]
-    y, _ = trellis_memory(*leaves, **case.options)
+    y, _ = trellis_memory(*leaves, backend=backend, **case.options)
     assert y[1].isnan().any()
     assert torch.equal(y[0], clean[0])
     assert torch.equal(y[2], clean[2])
@@ -112,12 +118,14 @@ def test_nan_stays_in_its_sequence_of_a_batch(mode, name):
         assert torch.isfinite(leaf.grad[[0, 2]]).all()
 
 
+@every_backend
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_nan_stays_in_its_sequence_of_a_pack(mode, name):
+def test_nan_stays_in_its_sequence_of_a_pack(mode, name, backend):
     case = problem(lengths=[9, 0, 14, 5], mode=mode)
     tensors = {n: case.tensors[n].float() for n in NAMES}
-    options = {"cu_seqlens": case.cu_seqlens, "output_final_state": True, **case.options}
+    options = {"cu_seqlens": case.cu_seqlens, "output_final_state": True, "backend": backend}
+    options |= case.options
     clean, _ = trellis_memory(*tensors.values(), **options)
     tensors[name] = tensors[name].clone()
     tensors[name][0, 12] = math.nan
@@ -129,14 +137,15 @@ def test_nan_stays_in_its_sequence_of_a_pack(mode, name):
     assert torch.isfinite(state.keys[[0, 1, 3]]).all()
 
 
-def test_nothing_is_read_from_the_future():
+@every_backend
+def test_nothing_is_read_from_the_future(backend):
     """A broken token leaves the tokens before it as they were."""
     case = problem(batch=1, tokens=40)
     tensors = [case.tensors[name].float() for name in NAMES]
-    clean, _ = trellis_memory(*tensors, **case.options)
+    clean, _ = trellis_memory(*tensors, backend=backend, **case.options)
     tensors[1] = tensors[1].clone()
     tensors[1][:, 25] = math.nan
-    y, _ = trellis_memory(*tensors, **case.options)
+    y, _ = trellis_memory(*tensors, backend=backend, **case.options)
     assert torch.equal(y[:, :25], clean[:, :25])
 
 
@@ -144,10 +153,11 @@ def test_nothing_is_read_from_the_future():
 BOUND = 50.0
 
 
+@every_backend
 @pytest.mark.parametrize("mode", MODES)
-def test_all_equal_tokens(mode):
+def test_all_equal_tokens(mode, backend):
     """Repeated text must not blow up: stale mode takes the 1/b that the mixer gives it."""
-    tokens, graded = 100_000, 8_000
+    tokens, graded = 100_000, 100_000 if backend == "native" else 8_000
     generator = torch.Generator().manual_seed(0)
     size, minibatch = 8, 16
 
@@ -157,7 +167,7 @@ def test_all_equal_tokens(mode):
     step = 0.9 / (minibatch if mode == "stale" else 1)
     tensors = [unit(row(size)), unit(row(size)), unit(row(size)), row(size)]
     tensors += [torch.full((1, tokens, 1), -1e-3), torch.full((1, tokens, 1), step)]
-    y, state = trellis_memory(*tensors, mode=mode, output_final_state=True)
+    y, state = trellis_memory(*tensors, mode=mode, output_final_state=True, backend=backend)
     assert float(y.abs().max()) < BOUND
     assert torch.isfinite(state.keys).all()
 
@@ -166,8 +176,8 @@ def test_all_equal_tokens(mode):
     assert relative_rms(y[:, :200], expected) < 2e-5
 
     leaves = [t[:, :graded].clone().requires_grad_() for t in tensors]
-    y, _ = trellis_memory(*leaves, mode=mode)
+    y, _ = trellis_memory(*leaves, mode=mode, backend=backend)
     y[:, -1].square().sum().backward()
     norms = {name: float(leaf.grad.norm()) for name, leaf in zip(NAMES, leaves)}
-    print(f"{mode}, {graded} equal tokens, gradient norms: {norms}")
+    print(f"{backend}, {mode}, {graded} equal tokens, gradient norms: {norms}")
     assert all(math.isfinite(norm) and norm < 1e5 for norm in norms.values())

@@ -20,6 +20,9 @@ struct Chunk {
   const float* anchor;                   // [D][M] in stale mode
 };
 
+// v times the weights at w; exactly zero where the weight is, also for an infinite v.
+static inline vf weigh(vf v, const float* w) { return select(load(w) != 0.f, v * load(w), vf{}); }
+
 static inline int padded(int n) { return (n + 15) / 16 * 16; }
 
 // D and M as constants where DC and MC are not 0.
@@ -66,7 +69,7 @@ struct Pass {
               [&](int t, int i, vf v) { store(c.z + t * M() + i, v); });
     } else {
       product(C, C, D(), c.x, D(), 1, c.x_lanes, C, [&](int t, int s, vf v) {
-        store(c.coupling + t * C + s, v * load(c.before + t * C + s));
+        store(c.coupling + t * C + s, weigh(v, c.before + t * C + s));
       });
       product(C, M(), D(), c.x, D(), 1, c.memory, M(),
               [&](int t, int i, vf v) { store(c.z + t * M() + i, v * c.started[t]); });
@@ -133,7 +136,7 @@ struct Pass {
   // y [16][M] = M_t query_t, query [16][D]. qm [16][M] receives memory . query, unscaled.
   void read(const Chunk& c, const float* query, float* y, float* qm, float* scores) const {
     product(C, C, D(), query, D(), 1, c.x_lanes, C, [&](int t, int s, vf v) {
-      store(scores + t * C + s, v * load(c.within + t * C + s));
+      store(scores + t * C + s, weigh(v, c.within + t * C + s));
     });
     product(C, M(), D(), query, D(), 1, c.memory, M(),
             [&](int t, int i, vf v) { store(qm + t * M() + i, v); });
@@ -149,7 +152,7 @@ struct Pass {
     to_lanes(query, query_lanes, M());
     transpose_block(c.within, C, within, C);
     product(C, C, M(), c.writes, M(), 1, query_lanes, C, [&](int s, int t, vf v) {
-      store(scores + s * C + t, v * load(within + s * C + t));
+      store(scores + s * C + t, weigh(v, within + s * C + t));
     });
     product(D(), C, M(), c.memory, M(), 1, query_lanes, C, [&](int d, int t, vf v) {
       store(y_lanes + d * C + t, v * load(c.start + t));
@@ -207,7 +210,7 @@ struct Pass {
     alignas(64) float inner[C * C], inner_lanes[C * C];
     to_lanes(c.writes, b.writes_lanes, M());
     product(C, C, M(), dy, M(), 1, b.writes_lanes, C, [&](int t, int s, vf v) {
-      store(inner + t * C + s, v * load(c.within + t * C + s));
+      store(inner + t * C + s, weigh(v, c.within + t * C + s));
       store(b.pairs + t * C + s, -v * load(scores + t * C + s));
     });
     for (int t = 0; t < C; t++)
@@ -234,12 +237,12 @@ struct Pass {
       Back& b) const {
     alignas(64) float inner[C * C], scores[C * C];
     product(C, C, D(), dy, D(), 1, c.x_lanes, C, [&](int t, int s, vf v) {
-      store(inner + t * C + s, v * load(c.within + t * C + s));
+      store(inner + t * C + s, weigh(v, c.within + t * C + s));
       store(b.pairs + t * C + s, v);
     });
     to_lanes(c.writes, b.writes_lanes, M());
     product(C, C, M(), query, M(), 1, b.writes_lanes, C, [&](int t, int s, vf v) {
-      const vf score = v * load(c.within + t * C + s);
+      const vf score = weigh(v, c.within + t * C + s);
       store(scores + t * C + s, score);
       store(b.pairs + t * C + s, -score * load(b.pairs + t * C + s));
     });
@@ -326,7 +329,7 @@ struct Pass {
       // z_t sees the betas up to t - 1: one row up.
       for (int t = 1; t < C; t++) b.starts[t - 1] += starts[t];
       product(C, C, M(), b.dz, M(), 1, b.writes_lanes, C, [&](int t, int s, vf v) {
-        store(mixed + t * C + s, v * load(c.before + t * C + s));
+        store(mixed + t * C + s, weigh(v, c.before + t * C + s));
         if (t > 0) {
           float* up = b.pairs + (t - 1) * C + s;
           store(up, load(up) - v * load(c.coupling + t * C + s));

@@ -1,4 +1,4 @@
-"""The chunked backend against the definition: outputs, final states and every gradient."""
+"""Every fast backend against the definition: outputs, final states and every gradient."""
 
 import pytest
 import torch
@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import problem, relative_rms
 
+from trellis.ops import trellis_memory
 from trellis.ops.memory.activations import F_NAMES, PHI_NAMES
 
-LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5}
+#: (backend, dtype, largest relative RMS error)
+LIMITS = [
+    ("chunked", torch.float64, 1e-10),
+    ("chunked", torch.float32, 2e-5),
+    ("native", torch.float32, 2e-5),
+]
 
 shapes = st.fixed_dictionaries(
     {
@@ -25,14 +31,14 @@ shapes = st.fixed_dictionaries(
 ).filter(lambda s: len({s["key"], s["value"], s["slots"]}) == 3)
 
 
-def compare(case, limits=LIMITS):
+def compare(case):
     expected = case.run("reference", torch.float64)
-    for dtype, limit in limits.items():
-        actual = case.run("chunked", dtype)
+    for backend, dtype, limit in LIMITS:
+        actual = case.run(backend, dtype)
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
             error = relative_rms(actual[name], value)
-            assert error <= limit, f"{name} in {dtype}: {error:.1e} for {case.options}"
+            assert error <= limit, f"{backend} {name} in {dtype}: {error:.1e} for {case.options}"
 
 
 @pytest.mark.parametrize("value_pass", ["encode", "decode"])
@@ -76,5 +82,29 @@ def test_small_dimensions_with_elementwise_phi():
     compare(problem(key=1, value=2, slots=3, tokens=9, phi="tanh"))
 
 
-def test_many_slots():
-    compare(problem(key=20, value=33, slots=70, tokens=40, batch=1, heads=1))
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+@pytest.mark.parametrize("value_pass", ["encode", "decode"])
+@pytest.mark.parametrize(
+    ("key", "value", "slots"), [(20, 33, 70), (64, 64, 64), (57, 64, 49), (256, 15, 130)]
+)
+def test_sizes_that_the_kernel_pads_in_different_ways(key, value, slots, value_pass, mode):
+    shape = {"tokens": 40, "batch": 1, "heads": 1, "minibatch": 7}
+    compare(problem(key=key, value=value, slots=slots, value_pass=value_pass, mode=mode, **shape))
+
+
+@pytest.mark.parametrize("minibatch", [3, 16, 20, 64, 200])
+def test_minibatches_shorter_and_longer_than_a_chunk(minibatch):
+    compare(problem(mode="stale", tokens=230, batch=1, heads=1, minibatch=minibatch))
+
+
+def test_gates_that_both_passes_share():
+    case = problem(tokens=40)
+    names = ("q", "k", "v", "alpha", "log_beta", "gamma")
+    results = []
+    for backend, dtype in (("reference", torch.float64), ("native", torch.float32)):
+        tensors = [case.tensors[name].to(dtype).clone().requires_grad_() for name in names]
+        y, _ = trellis_memory(*tensors, backend=backend)
+        y.square().sum().backward()
+        results.append([y, *(t.grad for t in tensors)])
+    for one, other in zip(*results):
+        assert relative_rms(other, one) < 2e-5
