@@ -11,12 +11,12 @@ struct Width {
 };
 
 struct Silu {
-  static inline void first(vf z, vf& value, vf& slope) {
+  INLINE void first(vf z, vf& value, vf& slope) {
     const vf s = vsigmoid(z);
     value = z * s;
     slope = s + value * (1.f - s);
   }
-  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
     const vf s = vsigmoid(z), rest = 1.f - s;
     value = z * s;
     slope = s + value * rest;
@@ -25,13 +25,13 @@ struct Silu {
 };
 
 struct Gelu {
-  static inline void first(vf z, vf& value, vf& slope) {
+  INLINE void first(vf z, vf& value, vf& slope) {
     vf density;
     const vf below = vnormal(z, density);
     value = z * below;
     slope = below + z * density;
   }
-  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
     vf density;
     const vf below = vnormal(z, density);
     value = z * below;
@@ -41,28 +41,28 @@ struct Gelu {
 };
 
 struct Tanh {
-  static inline void first(vf z, vf& value, vf& slope) {
+  INLINE void first(vf z, vf& value, vf& slope) {
     value = vtanh(z);
     slope = 1.f - value * value;
   }
-  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
     first(z, value, slope);
     curvature = -2.f * value * slope;
   }
 };
 
 struct Identity {
-  static inline void first(vf z, vf& value, vf& slope) {
+  INLINE void first(vf z, vf& value, vf& slope) {
     value = z;
     slope = splat(1.f);
   }
-  static inline void second(vf z, vf& value, vf& slope, vf& curvature) {
+  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
     first(z, value, slope);
     curvature = vf{};
   }
 };
 
-static inline float dot(const float* a, const float* b, int np) {
+INLINE float dot(const float* a, const float* b, int np) {
   vf total{};
   for (int i = 0; i < np; i += VL) total += load(a + i) * load(b + i);
   return sum(total);
@@ -103,7 +103,7 @@ static inline void normalise_jacobian(
 }
 
 template <class F>
-static inline void value_of(const float* z, float* out, int np) {
+INLINE void value_of(const float* z, float* out, int np) {
   for (int i = 0; i < np; i += VL) {
     vf value, slope;
     F::first(load(z + i), value, slope);
@@ -112,7 +112,7 @@ static inline void value_of(const float* z, float* out, int np) {
 }
 
 template <class F>
-static inline void slope_times(const float* z, const float* g, float* out, int np) {
+INLINE void slope_times(const float* z, const float* g, float* out, int np) {
   for (int i = 0; i < np; i += VL) {
     vf value, slope;
     F::first(load(z + i), value, slope);
@@ -121,7 +121,7 @@ static inline void slope_times(const float* z, const float* g, float* out, int n
 }
 
 // out = act(z). `out` may be `z`.
-static void activate(int act, const float* z, float* out, Width w) {
+static __attribute__((noinline)) void activate(int act, const float* z, float* out, Width w) {
   alignas(64) float inner[WIDEST];
   switch (act) {
     case IDENTITY: if (out != z) std::memcpy(out, z, 4 * w.np); break;
@@ -151,7 +151,7 @@ static void activate(int act, const float* z, float* out, Width w) {
 }
 
 // out = J(z)^T g.
-static void pull_back(int act, const float* z, const float* g, float* out, Width w) {
+static __attribute__((noinline)) void pull_back(int act, const float* z, const float* g, float* out, Width w) {
   alignas(64) float inner[WIDEST], normal[WIDEST];
   switch (act) {
     case IDENTITY: if (out != g) std::memcpy(out, g, 4 * w.np); break;
@@ -181,7 +181,7 @@ static void pull_back(int act, const float* z, const float* g, float* out, Width
 }
 
 template <class F>
-static inline __attribute__((always_inline)) void gradient_of(
+INLINE void gradient_of(
     const float* z, const float* target, float* u, int np) {
   for (int i = 0; i < np; i += VL) {
     vf value, slope;
@@ -190,24 +190,27 @@ static inline __attribute__((always_inline)) void gradient_of(
   }
 }
 
+static __attribute__((noinline)) void general_gradient(
+    int phi, const float* z, const float* target, float* u, Width w) {
+  alignas(64) float error[WIDEST];
+  activate(phi, z, error, w);
+  for (int i = 0; i < w.np; i += VL) store(error + i, load(error + i) - load(target + i));
+  pull_back(phi, z, error, u, w);
+}
+
 // u = J(z)^T (phi(z) - target): the gradient that the memory steps along.
-static inline void gradient(int phi, const float* z, const float* target, float* u, Width w) {
+INLINE void gradient(int phi, const float* z, const float* target, float* u, Width w) {
   switch (phi) {
     case IDENTITY: gradient_of<Identity>(z, target, u, w.np); break;
     case SILU: gradient_of<Silu>(z, target, u, w.np); break;
     case GELU: gradient_of<Gelu>(z, target, u, w.np); break;
     case TANH: gradient_of<Tanh>(z, target, u, w.np); break;
-    default: {
-      alignas(64) float error[WIDEST];
-      activate(phi, z, error, w);
-      for (int i = 0; i < w.np; i += VL) store(error + i, load(error + i) - load(target + i));
-      pull_back(phi, z, error, u, w);
-    }
+    default: general_gradient(phi, z, target, u, w);
   }
 }
 
 template <class F>
-static inline void tangent_of(
+INLINE void tangent_of(
     const float* z, const float* target, const float* v, float* change, float* moved, int np) {
   for (int i = 0; i < np; i += VL) {
     vf value, slope, curvature;
@@ -218,7 +221,7 @@ static inline void tangent_of(
   }
 }
 
-static inline void normalise_tangent(
+static __attribute__((noinline)) void normalise_tangent(
     const float* z, const float* target, const float* v, float* change, float* moved, Width w,
     bool centred) {
   alignas(64) float normal[WIDEST], error[WIDEST], first[WIDEST], last[WIDEST];
@@ -236,8 +239,22 @@ static inline void normalise_tangent(
               - share * scale * (load(moved + i) * ne + load(normal + i) * me) + load(last + i));
 }
 
+static __attribute__((noinline)) void ln_silu_tangent(
+    const float* z, const float* target, const float* v, float* change, float* moved, Width w) {
+  alignas(64) float inner[WIDEST], direction[WIDEST], outer[WIDEST], twist[WIDEST];
+  value_of<Silu>(z, inner, w.np);
+  slope_times<Silu>(z, v, direction, w.np);
+  normalise_tangent(inner, target, direction, outer, moved, w, true);
+  general_gradient(LAYERNORM, inner, target, twist, w);
+  for (int i = 0; i < w.np; i += VL) {
+    vf value, slope, curvature;
+    Silu::second(load(z + i), value, slope, curvature);
+    store(change + i, curvature * load(v + i) * load(twist + i) + slope * load(outer + i));
+  }
+}
+
 // change = du/dz v, moved = J v.
-static inline void tangent(
+INLINE void tangent(
     int phi, const float* z, const float* target, const float* v, float* change, float* moved,
     Width w) {
   switch (phi) {
@@ -247,17 +264,6 @@ static inline void tangent(
     case TANH: tangent_of<Tanh>(z, target, v, change, moved, w.np); break;
     case LAYERNORM:
     case L2NORM: normalise_tangent(z, target, v, change, moved, w, phi == LAYERNORM); break;
-    default: {  // LN_SILU
-      alignas(64) float inner[WIDEST], direction[WIDEST], outer[WIDEST], twist[WIDEST];
-      value_of<Silu>(z, inner, w.np);
-      slope_times<Silu>(z, v, direction, w.np);
-      normalise_tangent(inner, target, direction, outer, moved, w, true);
-      gradient(LAYERNORM, inner, target, twist, w);
-      for (int i = 0; i < w.np; i += VL) {
-        vf value, slope, curvature;
-        Silu::second(load(z + i), value, slope, curvature);
-        store(change + i, curvature * load(v + i) * load(twist + i) + slope * load(outer + i));
-      }
-    }
+    default: ln_silu_tangent(z, target, v, change, moved, w);
   }
 }

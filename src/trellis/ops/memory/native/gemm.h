@@ -4,7 +4,7 @@
 
 // acc[r][v] = sum over k of a[r * ar + k * ak] * b[k * bk + v * VL .. + VL]
 template <int R, int V>
-static inline __attribute__((always_inline)) void tile(
+INLINE void tile(
     const float* a, long ar, long ak, const float* b, long bk, int K, vf (&acc)[R][V]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -16,7 +16,7 @@ static inline __attribute__((always_inline)) void tile(
     for (int v = 0; v < V; v++) bv[v] = load(b + k * bk + v * VL);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      const vf av = splat(a[r * ar + k * ak]);
+      const float av = a[r * ar + k * ak];
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) acc[r][v] += av * bv[v];
     }
@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) void tile(
 }
 
 template <int R, int V, class Epilogue>
-static inline __attribute__((always_inline)) void tiles(
+INLINE void tiles(
     int rows, int cols, int K, const float* a, long ar, long ak, const float* b, long bk,
     Epilogue done) {
   for (int c = 0; c < cols; c += V * VL)
@@ -42,7 +42,7 @@ static inline __attribute__((always_inline)) void tiles(
 // A is [rows, K] with element (r, k) at a[r * ar + k * ak]; B is [K, cols] with rows of bk.
 // rows and cols are multiples of 16.
 template <class Epilogue>
-static inline __attribute__((always_inline)) void product(
+INLINE void product(
     int rows, int cols, int K, const float* a, long ar, long ak, const float* b, long bk,
     Epilogue done) {
   if (VL == 16) {

@@ -63,6 +63,9 @@ struct Plan {
   bool starts_minibatch(int64_t at) const { return at % minibatch == 0; }
 };
 
+// Tokens of a head's turn.
+constexpr int64_t TURN = 64;
+
 template <int S>
 struct Runner {
   const Problem& p;
@@ -98,11 +101,24 @@ struct Runner {
     read_rows(p.x1, s.batch, token, h, count, a.x, p.d1, one.D());
     read_rows(p.t1, s.batch, token, h, count, a.target, p.m1, one.M());
     read_rows(p.x2, s.batch, token, h, count, b.x, p.d2, two.D());
-    read_rows(p.t2, s.batch, token, h, count, b.target, p.m2, two.M());
+    if (p.shared_target)
+      std::memcpy(b.target, a.target, 4 * C * one.M());
+    else
+      read_rows(p.t2, s.batch, token, h, count, b.target, p.m2, two.M());
     read_gate(p.log_beta1, s.batch, token, h, count, a.beta, 0);
     read_gate(p.gamma1, s.batch, token, h, count, a.gamma, 0);
     read_gate(p.log_beta2, s.batch, token, h, count, b.beta, 0);
     read_gate(p.gamma2, s.batch, token, h, count, b.gamma, 0);
+  }
+
+  void prefetch_inputs(const Sequence& s, int64_t h, int64_t at, int64_t last) const {
+    const int64_t token = s.token + at - s.offset;
+    const int count = std::clamp<int64_t>(last - at, 0, C);
+    prefetch_rows(p.q, s.batch, token, h, count, p.d1);
+    prefetch_rows(p.x1, s.batch, token, h, count, p.d1);
+    prefetch_rows(p.t1, s.batch, token, h, count, p.m1);
+    prefetch_rows(p.x2, s.batch, token, h, count, p.d2);
+    if (!p.shared_target) prefetch_rows(p.t2, s.batch, token, h, count, p.m2);
   }
 
   // The writes of both passes. Their substitutions do not depend on each other, so they run side
@@ -116,43 +132,95 @@ struct Runner {
     }
   }
 
-  size_t forward_floats() const {
-    return one.chunk_floats(one.D(), one.M()) + two.chunk_floats(two.D(), two.M()) +
-           memory1() + memory2() + size_t(8) * C * widest() + C * C;
+  // What a head keeps between its turns.
+  struct Head {
+    int64_t h, at;
+    float *first, *second;                // memories; in the backward their gradients
+    float *first_anchor, *second_anchor;  // stale mode; in the backward their gradients
+    float *origin_anchor1, *origin_anchor2;  // backward: the anchors that the sequence started with
+  };
+
+  size_t head_floats(bool forwards) const {
+    return (memory1() + memory2()) * (stale ? (forwards ? 2 : 3) : 1);
   }
 
-  void forward(int64_t n, int64_t h, float* space) const {
+  float* carve(Head& head, float* space) const {
+    auto take = [&](size_t count) { float* q = space; space += count; return q; };
+    head.first = take(memory1()), head.second = take(memory2());
+    if (stale) head.first_anchor = take(memory1()), head.second_anchor = take(memory2());
+    return space;
+  }
+
+  void load_state(const State& state, int64_t n, Head& head) const {
+    const int64_t h = head.h;
+    read_state(of(state.first, n, h, p.m1, p.d1), head.first, p.m1, p.d1, one.M(), one.D());
+    read_state(of(state.second, n, h, p.m2, p.d2), head.second, p.m2, p.d2, two.M(), two.D());
+    if (stale) load_anchors(state, n, h, head.first_anchor, head.second_anchor);
+  }
+
+  void load_anchors(const State& state, int64_t n, int64_t h, float* first, float* second) const {
+    read_state(of(state.first_anchor, n, h, p.m1, p.d1), first, p.m1, p.d1, one.M(), one.D());
+    read_state(of(state.second_anchor, n, h, p.m2, p.d2), second, p.m2, p.d2, two.M(), two.D());
+  }
+
+  void store_state(const State& state, int64_t n, const Head& head) const {
+    const int64_t h = head.h;
+    write_state(of(state.first, n, h, p.m1, p.d1), head.first, p.m1, p.d1, one.M());
+    write_state(of(state.second, n, h, p.m2, p.d2), head.second, p.m2, p.d2, two.M());
+    if (!stale) return;
+    write_state(of(state.first_anchor, n, h, p.m1, p.d1), head.first_anchor, p.m1, p.d1, one.M());
+    write_state(of(state.second_anchor, n, h, p.m2, p.d2), head.second_anchor, p.m2, p.d2, two.M());
+  }
+
+  size_t forward_floats(int64_t heads) const {
+    return one.chunk_floats(one.D(), one.M()) + two.chunk_floats(two.D(), two.M()) +
+           heads * head_floats(true) + size_t(7) * C * widest() + C * C;
+  }
+
+  // Heads take turns of a few chunks: their tokens lie side by side in memory, and each page is
+  // visited once for all of them.
+  void forward(int64_t n, int64_t from, int64_t to, float* space) const {
     const Sequence& s = p.sequence[n];
+    std::vector<Head> heads(to - from);
+    for (auto& head : heads) {
+      head.h = from + (&head - heads.data()), head.at = s.offset;
+      space = carve(head, space);
+      load_state(p.start, n, head);
+    }
+    const int64_t last = s.offset + s.length;
+    for (int64_t until = TURN; until < last + TURN; until += TURN)
+      for (auto& head : heads) forward_turn(s, head, std::min(until, last), last, space);
+    for (auto& head : heads) store_state(p.final, n, head);
+  }
+
+  void forward_turn(
+      const Sequence& s, Head& head, int64_t until, int64_t last, float* space) const {
     Chunk a, b;
     space = two.carve(b, one.carve(a, space));
     auto take = [&](size_t count) { float* q = space; space += count; return q; };
-    float *anchor1 = take(memory1()), *anchor2 = take(memory2());
     float *q = take(C * widest()), *yhat = take(C * widest()), *qm = take(C * widest());
     float *y = take(C * widest()), *lanes = take(C * widest()), *lanes2 = take(C * widest());
     float *scratch = take(C * widest()), *scores = take(C * C);
-    read_state(of(p.start.first, n, h, p.m1, p.d1), a.memory, p.m1, p.d1, one.M(), one.D());
-    read_state(of(p.start.second, n, h, p.m2, p.d2), b.memory, p.m2, p.d2, two.M(), two.D());
-    if (stale) {
-      read_state(of(p.start.first_anchor, n, h, p.m1, p.d1), anchor1, p.m1, p.d1, one.M(), one.D());
-      read_state(of(p.start.second_anchor, n, h, p.m2, p.d2), anchor2, p.m2, p.d2, two.M(), two.D());
-    }
-    a.anchor = anchor1, b.anchor = anchor2;
-    float* saved = p.saved ? p.saved + (s.saved * p.heads) * (memory1() + memory2()) : nullptr;
+    a.memory = head.first, b.memory = head.second;
+    a.anchor = head.first_anchor, b.anchor = head.second_anchor;
+    const int64_t h = head.h;
+    const size_t both = memory1() + memory2();
 
-    const int64_t last = s.offset + s.length;
-    for (int64_t at = s.offset, end; at < last; at = end) {
+    for (int64_t end; head.at < until; head.at = end) {
+      const int64_t at = head.at;
       end = plan.end_of_chunk(at, last);
       const int count = end - at;
-      if (saved && (at == s.offset || at % plan.segment == 0)) {
-        float* place = saved + (at / plan.segment * p.heads + h) * (memory1() + memory2());
+      if (p.saved && (at == s.offset || at % plan.segment == 0)) {
+        float* place = p.saved + ((s.saved + at / plan.segment) * p.heads + h) * both;
         std::memcpy(place, a.memory, 4 * memory1());
         std::memcpy(place + memory1(), b.memory, 4 * memory2());
       }
       if (stale && at != s.offset && plan.starts_minibatch(at)) {
-        std::memcpy(anchor1, a.memory, 4 * memory1());
-        std::memcpy(anchor2, b.memory, 4 * memory2());
+        std::memcpy(head.first_anchor, a.memory, 4 * memory1());
+        std::memcpy(head.second_anchor, b.memory, 4 * memory2());
       }
       read_inputs(a, b, q, s, h, at, count);
+      prefetch_inputs(s, h, end, until);
       write(a, b);
       const int broken1 = one.contain(a), broken2 = two.contain(b);
       one.read(a, q, yhat, qm, scores);
@@ -173,12 +241,6 @@ struct Runner {
       if (broken1 < C) std::fill_n(a.memory, memory1(), NAN);
       if (broken2 < C) std::fill_n(b.memory, memory2(), NAN);
     }
-    write_state(of(p.final.first, n, h, p.m1, p.d1), a.memory, p.m1, p.d1, one.M());
-    write_state(of(p.final.second, n, h, p.m2, p.d2), b.memory, p.m2, p.d2, two.M());
-    if (stale) {
-      write_state(of(p.final.first_anchor, n, h, p.m1, p.d1), anchor1, p.m1, p.d1, one.M());
-      write_state(of(p.final.second_anchor, n, h, p.m2, p.d2), anchor2, p.m2, p.d2, two.M());
-    }
   }
 
   // Chunks of a segment at most: the first may be short of a multiple of 16, and so may every
@@ -188,16 +250,35 @@ struct Runner {
     return p.segment / p.minibatch * ((p.minibatch + C - 1) / C);
   }
 
-  size_t backward_floats() const {
+  size_t backward_floats(int64_t heads) const {
     const size_t chunk = one.chunk_floats(one.D(), one.M()) +
                          two.chunk_floats(two.D(), two.M()) + C * widest();
     return chunk * segment_chunks() + Pass<S, S>::Back::floats(one.D(), one.M()) +
-           Pass<S, S>::Back::floats(two.D(), two.M()) + 4 * (memory1() + memory2()) +
-           size_t(12) * C * widest() + 2 * C * C + 4 * C;
+           Pass<S, S>::Back::floats(two.D(), two.M()) + heads * head_floats(false) +
+           size_t(11) * C * widest() + 2 * C * C + 4 * C;
   }
 
-  void backward(int64_t n, int64_t h, float* space) const {
+  void backward(int64_t n, int64_t from, int64_t to, float* space) const {
     const Sequence& s = p.sequence[n];
+    std::vector<Head> heads(to - from);
+    for (auto& head : heads) {
+      head.h = from + (&head - heads.data());
+      space = carve(head, space);
+      load_state(p.final, n, head);
+      if (!stale) continue;
+      head.origin_anchor1 = space, head.origin_anchor2 = space + memory1();
+      space += memory1() + memory2();
+      load_anchors(p.origin, n, head.h, head.origin_anchor1, head.origin_anchor2);
+    }
+    const int64_t last = s.offset + s.length;
+    const int64_t segments = s.length ? (last + plan.segment - 1) / plan.segment : 0;
+    for (int64_t g = segments - 1; g >= 0; g--)
+      for (auto& head : heads) backward_segment(s, head, g, space);
+    for (auto& head : heads) store_state(p.start, n, head);
+  }
+
+  // The chunks of segment g: forward once more from its saved memory, then backward.
+  void backward_segment(const Sequence& s, Head& head, int64_t g, float* space) const {
     auto take = [&](size_t count) { float* q = space; space += count; return q; };
     const int most = segment_chunks();
     std::vector<Chunk> as(most), bs(most);
@@ -210,118 +291,107 @@ struct Runner {
     typename Pass<S, S>::Back ba, bb;
     space = ba.carve(space, one.D(), one.M());
     space = bb.carve(space, two.D(), two.M());
-    float *d1 = take(memory1()), *d2 = take(memory2());    // gradient of the memory
-    float *da1 = take(memory1()), *da2 = take(memory2());  // gradient of the anchor under way
-    float *anchor1 = take(memory1()), *anchor2 = take(memory2());  // the sequence's first
     float *yhat = take(C * widest()), *qm = take(C * widest()), *r = take(C * widest());
     float *dy = take(C * widest()), *dr = take(C * widest()), *dyhat = take(C * widest());
     float *qm2 = take(C * widest()), *y = take(C * widest()), *rows = take(C * widest());
     float *lanes = take(C * widest()), *lanes2 = take(C * widest());
     float *scores = take(C * C), *scores2 = take(C * C), *gates = take(4 * C);
     float *dgamma1 = gates, *dgamma2 = gates + C, *dbeta1 = gates + 2 * C, *dbeta2 = gates + 3 * C;
+    float *d1 = head.first, *d2 = head.second;  // gradients of the memories behind the chunk
 
-    read_state(of(p.final.first, n, h, p.m1, p.d1), d1, p.m1, p.d1, one.M(), one.D());
-    read_state(of(p.final.second, n, h, p.m2, p.d2), d2, p.m2, p.d2, two.M(), two.D());
-    if (stale) {
-      read_state(of(p.final.first_anchor, n, h, p.m1, p.d1), da1, p.m1, p.d1, one.M(), one.D());
-      read_state(of(p.final.second_anchor, n, h, p.m2, p.d2), da2, p.m2, p.d2, two.M(), two.D());
-      read_state(of(p.origin.first_anchor, n, h, p.m1, p.d1), anchor1, p.m1, p.d1, one.M(), one.D());
-      read_state(of(p.origin.second_anchor, n, h, p.m2, p.d2), anchor2, p.m2, p.d2, two.M(), two.D());
-    }
-    const int64_t last = s.offset + s.length;
-    const int64_t segments = s.length ? (last + plan.segment - 1) / plan.segment : 0;
-    for (int64_t g = segments - 1; g >= 0; g--) {
-      const float* place =
-          p.saved + ((s.saved + g) * p.heads + h) * (memory1() + memory2());
-      int64_t at = std::max(g * plan.segment, s.offset);
-      const int64_t stop = std::min((g + 1) * plan.segment, last);
-      int chunks = 0;
-      for (int64_t end; at < stop; at = end, chunks++) {
-        end = plan.end_of_chunk(at, last);
-        Chunk &a = as[chunks], &b = bs[chunks];
-        ats[chunks] = at;
-        if (chunks == 0) {
-          std::memcpy(a.memory, place, 4 * memory1());
-          std::memcpy(b.memory, place + memory1(), 4 * memory2());
-        } else {
-          one.next(as[chunks - 1], a.memory, rows);
-          two.next(bs[chunks - 1], b.memory, rows);
-        }
-        const bool first = at == s.offset;
-        if (stale && (first || plan.starts_minibatch(at))) {
-          a.anchor = first ? anchor1 : a.memory;
-          b.anchor = first ? anchor2 : b.memory;
-        } else if (stale) {
-          a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
-        }
-        read_inputs(a, b, qs[chunks], s, h, at, end - at);
-        write(a, b);
+    const int64_t h = head.h, last = s.offset + s.length;
+    const int64_t stop = std::min((g + 1) * plan.segment, last);
+    const float* place = p.saved + ((s.saved + g) * p.heads + h) * (memory1() + memory2());
+    int chunks = 0;
+    for (int64_t at = std::max(g * plan.segment, s.offset), end; at < stop; at = end, chunks++) {
+      end = plan.end_of_chunk(at, last);
+      Chunk &a = as[chunks], &b = bs[chunks];
+      ats[chunks] = at;
+      if (chunks == 0) {
+        std::memcpy(a.memory, place, 4 * memory1());
+        std::memcpy(b.memory, place + memory1(), 4 * memory2());
+      } else {
+        one.next(as[chunks - 1], a.memory, rows);
+        two.next(bs[chunks - 1], b.memory, rows);
       }
-      for (int i = chunks - 1; i >= 0; i--) {
-        const Chunk &a = as[i], &b = bs[i];
-        const float* q = qs[i];
-        const int64_t token = s.token + ats[i] - s.offset;
-        const int count = plan.end_of_chunk(ats[i], last) - ats[i];
-        one.read(a, q, yhat, qm, scores);
-        for (int t = 0; t < C; t++)
-          activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
-        read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
-        if (!p.transposed) two.read(b, r, y, qm2, scores2);
-        if (p.psi != IDENTITY) {
-          if (p.transposed) two.read_transposed(b, r, y, lanes, lanes2);
-          for (int t = 0; t < C; t++) {
-            float *row = dy + t * y_padded(), *pulled = rows;
-            pull_back(p.psi, y + t * y_padded(), row, pulled, y_shape());
-            std::memcpy(row, pulled, 4 * y_padded());
-          }
-        }
-        const float* dquery = bb.rows;
-        if (p.transposed) {
-          two.back_read_transposed(b, r, dy, d2, dr, bb);
-          dquery = dr;
-        } else {
-          two.back_read(b, r, qm2, scores2, dy, d2, bb);
-        }
-        for (int t = 0; t < C; t++)
-          pull_back(p.f, yhat + t * one.M(), dquery + t * one.M(), dyhat + t * one.M(), one.wide);
-        one.back_read(a, q, qm, scores, dyhat, d1, ba);
-        write_rows(p.dq, s.batch, token, h, count, ba.rows, p.d1, one.D());
-        for (int t = C - 1; t >= 0; t--) {
-          one.substitute_back(a, ba, dgamma1, t);
-          two.substitute_back(b, bb, dgamma2, t);
-        }
-        one.finish(a, ba, q, dyhat, d1, da1, dbeta1);
-        two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, da2, dbeta2);
-        if (stale && ats[i] != s.offset && plan.starts_minibatch(ats[i])) {
-          for (size_t j = 0; j < memory1(); j++) d1[j] += da1[j], da1[j] = 0;
-          for (size_t j = 0; j < memory2(); j++) d2[j] += da2[j], da2[j] = 0;
-        }
-        to_rows(ba.dx_lanes, rows, one.D());
-        write_rows(p.dx1, s.batch, token, h, count, rows, p.d1, one.D());
-        to_rows(bb.dx_lanes, rows, two.D());
-        write_rows(p.dx2, s.batch, token, h, count, rows, p.d2, two.D());
-        if (p.shared_target)
-          for (int j = 0; j < C * one.M(); j++) ba.dtarget[j] += bb.dtarget[j];
-        else
-          write_rows(p.dt2, s.batch, token, h, count, bb.dtarget, p.m2, two.M());
-        write_rows(p.dt1, s.batch, token, h, count, ba.dtarget, p.m1, one.M());
-        write_gate(p.dlog_beta1, s.batch, token, h, count, dbeta1);
-        write_gate(p.dgamma1, s.batch, token, h, count, dgamma1);
-        write_gate(p.dlog_beta2, s.batch, token, h, count, dbeta2);
-        write_gate(p.dgamma2, s.batch, token, h, count, dgamma2);
+      const bool first = at == s.offset;
+      if (stale && (first || plan.starts_minibatch(at))) {
+        a.anchor = first ? head.origin_anchor1 : a.memory;
+        b.anchor = first ? head.origin_anchor2 : b.memory;
+      } else if (stale) {
+        a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
       }
+      read_inputs(a, b, qs[chunks], s, h, at, end - at);
+      prefetch_inputs(s, h, end, stop);
+      write(a, b);
     }
-    write_state(of(p.start.first, n, h, p.m1, p.d1), d1, p.m1, p.d1, one.M());
-    write_state(of(p.start.second, n, h, p.m2, p.d2), d2, p.m2, p.d2, two.M());
-    if (stale) {
-      write_state(of(p.start.first_anchor, n, h, p.m1, p.d1), da1, p.m1, p.d1, one.M());
-      write_state(of(p.start.second_anchor, n, h, p.m2, p.d2), da2, p.m2, p.d2, two.M());
+    for (int i = chunks - 1; i >= 0; i--) {
+      const Chunk &a = as[i], &b = bs[i];
+      const float* q = qs[i];
+      const int64_t token = s.token + ats[i] - s.offset;
+      const int count = plan.end_of_chunk(ats[i], last) - ats[i];
+      one.read(a, q, yhat, qm, scores);
+      for (int t = 0; t < C; t++)
+        activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
+      read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
+      if (!p.transposed) two.read(b, r, y, qm2, scores2);
+      if (p.psi != IDENTITY) {
+        if (p.transposed) two.read_transposed(b, r, y, lanes, lanes2);
+        for (int t = 0; t < C; t++) {
+          float* row = dy + t * y_padded();
+          pull_back(p.psi, y + t * y_padded(), row, rows, y_shape());
+          std::memcpy(row, rows, 4 * y_padded());
+        }
+      }
+      const float* dquery = bb.rows;
+      if (p.transposed) {
+        two.back_read_transposed(b, r, dy, d2, dr, bb);
+        dquery = dr;
+      } else {
+        two.back_read(b, r, qm2, scores2, dy, d2, bb);
+      }
+      for (int t = 0; t < C; t++)
+        pull_back(p.f, yhat + t * one.M(), dquery + t * one.M(), dyhat + t * one.M(), one.wide);
+      one.back_read(a, q, qm, scores, dyhat, d1, ba);
+      write_rows(p.dq, s.batch, token, h, count, ba.rows, p.d1, one.D());
+      for (int t = C - 1; t >= 0; t--) {
+        one.substitute_back(a, ba, dgamma1, t);
+        two.substitute_back(b, bb, dgamma2, t);
+      }
+      one.finish(a, ba, q, dyhat, d1, head.first_anchor, dbeta1);
+      two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, head.second_anchor,
+                 dbeta2);
+      if (stale && ats[i] != s.offset && plan.starts_minibatch(ats[i])) {
+        move(head.first_anchor, d1, memory1());
+        move(head.second_anchor, d2, memory2());
+      }
+      to_rows(ba.dx_lanes, rows, one.D());
+      write_rows(p.dx1, s.batch, token, h, count, rows, p.d1, one.D());
+      to_rows(bb.dx_lanes, rows, two.D());
+      write_rows(p.dx2, s.batch, token, h, count, rows, p.d2, two.D());
+      if (p.shared_target)
+        for (int j = 0; j < C * one.M(); j++) ba.dtarget[j] += bb.dtarget[j];
+      else
+        write_rows(p.dt2, s.batch, token, h, count, bb.dtarget, p.m2, two.M());
+      write_rows(p.dt1, s.batch, token, h, count, ba.dtarget, p.m1, one.M());
+      write_gate(p.dlog_beta1, s.batch, token, h, count, dbeta1);
+      write_gate(p.dgamma1, s.batch, token, h, count, dgamma1);
+      write_gate(p.dlog_beta2, s.batch, token, h, count, dbeta2);
+      write_gate(p.dgamma2, s.batch, token, h, count, dgamma2);
     }
   }
 
+  // The gradient of an anchor joins that of the memory that it was a copy of.
+  static void move(float* anchor, float* memory, size_t n) {
+    for (size_t i = 0; i < n; i++) memory[i] += anchor[i], anchor[i] = 0;
+  }
+
   int run(bool forwards) const {
-    const int64_t tasks = p.sequences * p.heads;
-    const size_t floats = forwards ? forward_floats() : backward_floats();
+    // Heads that take turns in one task: enough tasks for all threads, and memories that fit L2.
+    const int64_t group = std::clamp<int64_t>(
+        p.sequences * p.heads / (2 * p.threads), 1, std::min<int64_t>(p.heads, 6));
+    const int64_t groups = (p.heads + group - 1) / group, tasks = p.sequences * groups;
+    const size_t floats = forwards ? forward_floats(group) : backward_floats(group);
     bool failed = false;
 #pragma omp parallel num_threads(p.threads)
     {
@@ -335,10 +405,12 @@ struct Runner {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < tasks; i++) {
         if (!space) continue;
+        const int64_t n = i / groups, from = i % groups * group;
+        const int64_t to = std::min(from + group, p.heads);
         if (forwards)
-          forward(i / p.heads, i % p.heads, space->data);
+          forward(n, from, to, space->data);
         else
-          backward(i / p.heads, i % p.heads, space->data);
+          backward(n, from, to, space->data);
       }
     }
     return failed;

@@ -38,6 +38,7 @@ struct Pass {
     return size_t(D) * M + 2 * C * D + 4 * C * M + 3 * C * C + 4 * C;
   }
 
+  // Lay a chunk out in memory; returns what is left.
   float* carve(Chunk& c, float* p) const {
     auto take = [&](size_t n) { float* q = p; p += n; return q; };
     c.memory = take(size_t(D()) * M());
@@ -86,7 +87,7 @@ struct Pass {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) acc[v] = load(z + i + v * VL);
         for (int s = 0; s < t; s++) {
-          const vf n = splat(c.coupling[t * C + s]);
+          const float n = c.coupling[t * C + s];
 #pragma GCC unroll 4
           for (int v = 0; v < V; v++) acc[v] -= n * load(c.writes + s * M() + i + v * VL);
         }
@@ -269,7 +270,7 @@ struct Pass {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) acc[v] = load(dwrite + i + v * VL);
         for (int p = C - 1; p > t; p--) {
-          const vf n = splat(c.coupling[p * C + t]);
+          const float n = c.coupling[p * C + t];
 #pragma GCC unroll 4
           for (int v = 0; v < V; v++) acc[v] -= n * load(b.dz + p * M() + i + v * VL);
         }

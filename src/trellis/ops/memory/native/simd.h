@@ -12,26 +12,37 @@ constexpr int VL = 8;
 constexpr int VL = 4;
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
-static inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
-static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
-static inline vf splat(float x) { return vf{} + x; }
-static inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
-static inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
-static inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
-static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+INLINE void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
+INLINE vf splat(float x) { return x - vf{}; }  // x - 0 is x; x + 0 would lose -0
+INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+INLINE vf vmin(vf a, vf b) { return select(a < b, a, b); }
+INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
-static inline float sum(vf x) {
-  float total = 0;
-  for (int i = 0; i < VL; i++) total += x[i];
-  return total;
+// The sum of all lanes, by halves.
+INLINE float sum(vf x) {
+#if defined(__AVX512F__)
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif defined(__AVX__)
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+#else
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1);
+#endif
+  return x[0] + x[1];
 }
 
 // exp to about 1e-7 relative; arguments outside of [-87, 88] are clamped, NaN stays NaN.
-static inline vf vexp(vf x) {
+INLINE vf vexp(vf x) {
   x = select(x > 88.f, splat(88.f), select(x < -87.f, splat(-87.f), x));
   const vf shifted = x * 1.44269504f + 12582912.f;  // rounds to whole numbers of ln 2
   const vf n = shifted - 12582912.f;
@@ -46,9 +57,9 @@ static inline vf vexp(vf x) {
   return p * (vf)exponent;
 }
 
-static inline vf vsigmoid(vf x) { return 1.f / (1.f + vexp(-x)); }
+INLINE vf vsigmoid(vf x) { return 1.f / (1.f + vexp(-x)); }
 
-static inline vf vtanh(vf x) {
+INLINE vf vtanh(vf x) {
   const vf large = 1.f - 2.f / (1.f + vexp(2.f * x));
   const vf s = x * x;
   vf p = s * -5.70498872745e-3f + 2.06390887954e-2f;
@@ -59,7 +70,7 @@ static inline vf vtanh(vf x) {
 }
 
 // The normal distribution function, to about 1e-7 (Abramowitz and Stegun 7.1.26), and its density.
-static inline vf vnormal(vf x, vf& density) {
+INLINE vf vnormal(vf x, vf& density) {
   const vf e = vexp(-0.5f * x * x);
   density = e * 0.39894228040f;
   const vf t = 1.f / (1.f + 0.3275911f * 0.70710678f * vabs(x));
@@ -72,7 +83,7 @@ static inline vf vnormal(vf x, vf& density) {
 }
 
 // out[i][j] = in[j][i] for a 16 x 16 block; `in` and `out` must not overlap.
-static inline void transpose_block(const float* in, long in_stride, float* out, long out_stride) {
+INLINE void transpose_block(const float* in, long in_stride, float* out, long out_stride) {
 #if defined(__AVX512F__)
   vf a[16], b[16];
 #pragma GCC unroll 16
@@ -102,11 +113,11 @@ static inline void transpose_block(const float* in, long in_stride, float* out, 
 }
 
 // in [16][n] with stride n -> out [n][16]
-static inline void to_lanes(const float* in, float* out, int n) {
+INLINE void to_lanes(const float* in, float* out, int n) {
   for (int j = 0; j < n; j += 16) transpose_block(in + j, n, out + j * 16, 16);
 }
 
 // in [n][16] -> out [16][n] with stride n
-static inline void to_rows(const float* in, float* out, int n) {
+INLINE void to_rows(const float* in, float* out, int n) {
   for (int j = 0; j < n; j += 16) transpose_block(in + j * 16, 16, out + j, n);
 }
