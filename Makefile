@@ -20,7 +20,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m "not slow"
 
-# What takes longer: a million-token stream, the wheel in a clean environment.
+# What takes longer, such as the wheel in a clean environment.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 

@@ -45,3 +45,12 @@ def test_theta_matters():
 def test_odd_head_size_is_refused():
     with pytest.raises(ValueError, match="even head size; got 5"):
         build_mixer("transformer", 15, 3)
+
+
+def test_positions_stay_exact_far_into_a_stream():
+    mixer = build_mixer("transformer", 16, 2, window=8)
+    x = torch.randn(1, 8, 16)
+    near, _ = mixer(x)
+    start = mixer.init_state(1)
+    far, _ = mixer(x, start._replace(length=torch.tensor([10_000_000])))
+    assert relative_rms(far[:, -1], near[:, -1]) < 1e-5

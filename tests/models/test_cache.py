@@ -134,6 +134,20 @@ def test_reset_and_detach():
     assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
+@every_stack
+def test_a_fresh_cache_can_be_saved(stack, tmp_path):
+    model = small_model(stack)
+    model.init_cache(2).save(tmp_path / "state")
+    assert TrellisCache.load(tmp_path / "state", model).batch_size == 2
+
+
+def test_a_cache_outlives_its_model():
+    copy = small_model().read(tokens(2, 5)).clone().select(0)
+    assert copy.batch_size == 1
+    with pytest.raises(RuntimeError, match="the model of this cache is gone"):
+        copy.reset()
+
+
 def test_what_was_read_cannot_be_taken_back():
     with pytest.raises(NotImplementedError, match="clone"):
         small_model().read(tokens(1, 4)).crop(2)

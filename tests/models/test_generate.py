@@ -91,6 +91,14 @@ def test_too_few_tokens_for_a_cache_are_refused():
         model.generate(tokens(1, 5), past_key_values=cache, max_new_tokens=3)
 
 
+def test_a_prompt_of_embeddings():
+    model = small_model()
+    ids = tokens(1, 7)
+    embedded = model.get_input_embeddings()(ids)
+    out = model.generate(inputs_embeds=embedded, max_new_tokens=5, do_sample=False)
+    assert torch.equal(out, greedy_without_cache(model, ids, 5)[:, 7:])
+
+
 def test_generated_cache_is_returned_and_bounded():
     model = small_model()
     short = model.generate(tokens(1, 5), max_new_tokens=3, return_dict_in_generate=True)

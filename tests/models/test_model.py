@@ -8,6 +8,7 @@ from tests.models.helpers import STACKS, small_config, small_model, tokens
 from tests.support import relative_rms
 
 from trellis import TrellisConfig, TrellisForCausalLM, TrellisModel
+from trellis.mixers import TrellisMixerConfig
 
 every_stack = pytest.mark.parametrize("stack", STACKS)
 
@@ -139,7 +140,7 @@ def test_loss_needs_no_more_than_a_chunk_of_logits():
         nonlocal widest
         widest = max(widest, output.numel())
 
-    expected = small_model().train()(ids, labels=ids).loss
+    expected = small_model(loss_tokens=2048).train()(ids, labels=ids).loss
     model.lm_head.register_forward_hook(watch)
     output = model(ids, labels=ids)
     output.loss.backward()
@@ -163,6 +164,18 @@ def test_logits_to_keep():
     assert relative_rms(model(ids, logits_to_keep=index).logits, logits[:, [0, 4]]) < 1e-6
     output = model(ids, labels=ids, logits_to_keep=1)
     assert output.logits.shape == (2, 1, 97)
+
+
+def test_logits_beside_a_loss_only_where_they_fit_its_chunk():
+    ids = tokens(2, 10)
+    for training in (True, False):
+        small = small_model(loss_tokens=20).train(training)(ids, labels=ids)
+        large = small_model(loss_tokens=19).train(training)(ids, labels=ids)
+        assert small.logits.shape == (2, 10, 97)
+        assert large.logits is None
+        assert large.loss.item() == pytest.approx(small.loss.item(), rel=1e-6)
+        asked = small_model(loss_tokens=19).train(training)(ids, labels=ids, logits_to_keep=2)
+        assert torch.allclose(asked.logits, small.logits[:, -2:], atol=1e-5)
 
 
 def test_ignored_labels():
@@ -214,6 +227,9 @@ def test_hidden_states():
     assert len(output.hidden_states) == 4
     assert all(h.shape == (2, 9, 64) for h in output.hidden_states)
     assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+    last = model(ids, attention_mask=mask, output_hidden_states=True, logits_to_keep=1)
+    assert last.logits.shape == (2, 1, 97)
+    assert last.hidden_states[-1].shape == (2, 9, 64)
 
 
 def test_inputs_embeds():
@@ -279,3 +295,36 @@ def test_bad_inputs():
         model(ids, labels=ids[:, :8])
     with pytest.raises(TypeError, match="past_key_values must be a TrellisCache; got tuple"):
         model(ids, past_key_values=())
+    with pytest.raises(ValueError, match=r"past_key_values must hold 2 sequences.*; got 1"):
+        model(ids, past_key_values=model.init_cache(1))
+    with pytest.raises(ValueError, match="batch size must be 1"):
+        model(ids, cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to .*, 9; got \[0, 1\]"):
+        model(ids[:1], cu_seqlens=torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match="no argument 'atention_mask'; did you mean"):
+        model(ids, atention_mask=torch.ones(2, 9))
+
+
+def test_an_interrupted_call_leaves_the_cache_as_it_was():
+    model = small_model()
+    cache = model.read(tokens(1, 5))
+    before = [state.memory.keys.clone() for state in cache.states]
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(1, 3), past_key_values=cache)
+    handle.remove()
+    assert all(torch.equal(s.memory.keys, k) for s, k in zip(cache.states, before))
+    assert cache.get_seq_length() == 5
+
+
+def test_fields_of_others_are_kept_and_typed_sections_taken(tmp_path):
+    config = small_config(mixer_config=TrellisMixerConfig(slots=8))
+    config.mask_token_id = 3
+    config.save_pretrained(tmp_path)
+    loaded = TrellisConfig.from_pretrained(tmp_path)
+    assert loaded.mask_token_id == 3
+    assert TrellisModel(loaded).layers[0].mixer.slots == 8

@@ -36,4 +36,6 @@ def test_preset_names_and_overrides():
         preset("2b")
     config = preset("125m", vocab_size=1000, mixer_config={"slots": 32})
     assert (config.vocab_size, config.mixer_config) == (1000, {"trellis": {"slots": 32}})
+    other = preset("780m", mixer_config={"f": "silu"})
+    assert other.mixer_config == {"trellis": {"f": "silu", "slots": 64}}
     assert preset("125m", intermediate_size=100).intermediate_size == 100

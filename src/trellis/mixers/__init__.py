@@ -1,6 +1,6 @@
 """Layers that mix tokens along the sequence, all with one interface (see base.Mixer)."""
 
-from .base import Mixer
+from .base import Mixer, names_without_weight_decay
 from .registry import MIXERS, build_mixer, mixer_config
 from .transformer import AttentionState, TransformerMixer, TransformerMixerConfig
 from .trellis import TrellisMixer, TrellisMixerConfig, TrellisState
@@ -16,4 +16,5 @@ __all__ = [
     "TrellisState",
     "build_mixer",
     "mixer_config",
+    "names_without_weight_decay",
 ]

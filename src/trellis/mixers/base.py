@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Mixer", "State", "at_least", "check_streams", "head_size"]
+__all__ = ["Mixer", "State", "at_least", "check_streams", "head_size", "names_without_weight_decay"]
 
 #: A NamedTuple of tensors, of None and of further such tuples. The first dimension of every
 #: tensor counts sequences, so that a cache can select, repeat and save states of any mixer.
@@ -42,6 +42,15 @@ class Mixer(nn.Module):
         None asks for the bound over any number of tokens; it is math.inf where there is none.
         """
         raise NotImplementedError
+
+
+def names_without_weight_decay(module: nn.Module) -> set[str]:
+    """Names of the parameters that their modules exempt from weight decay, at any depth."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in getattr(part, "no_weight_decay", ())
+    }
 
 
 def check_streams(name: str, value: Sequence[str]) -> tuple[str, ...]:

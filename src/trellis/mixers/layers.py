@@ -37,16 +37,16 @@ class DecayGate(nn.Module):
     """log_beta = -exp(A_log) softplus(x + dt_bias), at most 0: the gate of Mamba2.
 
     exp(A_log) starts uniform in `rate`, softplus(dt_bias) log-uniform in `step`. Neither is
-    subject to weight decay.
+    subject to weight decay: `no_weight_decay` names them for optimizers.
     """
+
+    no_weight_decay = ("A_log", "dt_bias")
 
     def __init__(self, heads: int, rate: tuple[float, float], step: tuple[float, float]):
         super().__init__()
         self.rate, self.step = rate, step
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.A_log._no_weight_decay = True  # type: ignore[attr-defined]
-        self.dt_bias._no_weight_decay = True  # type: ignore[attr-defined]
         self.reset_parameters()
 
     @torch.no_grad()

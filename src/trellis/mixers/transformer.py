@@ -131,11 +131,12 @@ class TransformerMixer(Mixer):
             y, after = self._attend(q[:, :, rows], k[:, :, rows], v[:, :, rows], entry)
             outputs.append(y)
             states.append(after)
-        longest = max((s.keys.shape[2] for s in states), default=0)
-        keys = [F.pad(s.keys, (0, 0, longest - s.keys.shape[2], 0)) for s in states]
-        values = [F.pad(s.values, (0, 0, longest - s.values.shape[2], 0)) for s in states]
         if not states:
             return q, state
+        # No column that is empty in all: sequences of a batch may have read in turns.
+        longest = int(min(max(int(s.length) for s in states), self._kept))
+        keys = [_aligned(s.keys, longest) for s in states]
+        values = [_aligned(s.values, longest) for s in states]
         joined = AttentionState(
             torch.cat(keys), torch.cat(values), torch.cat([s.length for s in states])
         )
@@ -143,10 +144,17 @@ class TransformerMixer(Mixer):
 
     def _rotation(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the angle of every place [N, T] and pair of channels, [N, 1, T, D]."""
-        exponents = torch.arange(0, self.head, 2, device=place.device).float() / self.head
-        angles = place[..., None].float() * self.config.rope_theta**-exponents
+        # fp32 would round the angle of the millionth token by a thousandth; mps has no fp64.
+        wide = torch.float32 if place.device.type == "mps" else torch.float64
+        exponents = torch.arange(0, self.head, 2, device=place.device).to(wide) / self.head
+        angles = place[..., None].to(wide) * self.config.rope_theta**-exponents
         angles = torch.cat([angles, angles], dim=-1)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _aligned(cache: Tensor, columns: int) -> Tensor:
+    """The last `columns` columns of a cache, zeros before its first."""
+    return F.pad(cache, (0, 0, columns - cache.shape[2], 0))
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

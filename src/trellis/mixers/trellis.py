@@ -220,7 +220,9 @@ class TrellisMixer(Mixer):
         }
         if x.shape[1] == 1 and cu_seqlens is None:
             token = (q[:, 0], k[:, 0], v[:, 0], alpha[:, 0], _first(log_beta), _first(gamma))
-            y, memory = trellis_memory_step(*token, initial_state=state.memory, **choices)
+            y, memory = trellis_memory_step(
+                *token, initial_state=state.memory, backend=config.backend, **choices
+            )
             y = y[:, None]
         else:
             y, final = trellis_memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -37,7 +38,7 @@ class TrellisCache(Cache):
         self.states = states
         #: Columns of input read so far, padding included; what generate() calls the length.
         self.seen = seen
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model)  # its weights are large, and it may hold caches itself
 
     @property
     def nbytes(self) -> int:
@@ -74,9 +75,15 @@ class TrellisCache(Cache):
         return self.reorder(picked.reshape(-1))
 
     def _map(self, function: Any) -> TrellisCache:
+        other = copy.copy(self)
+        other.states = [map_tensors(function, state) for state in self.states]
+        return other
+
+    def _owner(self) -> TrellisPreTrainedModel:
         model = self._model()
-        assert model is not None, "the model of this cache is gone"
-        return TrellisCache(model, [map_tensors(function, s) for s in self.states], self.seen)
+        if model is None:
+            raise RuntimeError("the model of this cache is gone")
+        return model
 
     # What generate() asks of a cache.
 
@@ -98,9 +105,7 @@ class TrellisCache(Cache):
         ]
 
     def reset(self) -> None:
-        model = self._model()
-        assert model is not None, "the model of this cache is gone"
-        self.states, self.seen = model.init_cache(self.batch_size).states, 0
+        self.states, self.seen = self._owner().init_cache(self.batch_size).states, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -139,12 +144,10 @@ class TrellisCache(Cache):
         """Write the cache to a safetensors file, whole or not at all.
 
         The file carries a format version, a checksum and a fingerprint of the model's
-        configuration and weights, without which the states mean nothing.
+        configuration and weights as they are now, without which the states mean nothing.
         """
-        model = self._model()
-        if model is None:
-            raise RuntimeError("the model of this cache is gone; save the cache while it exists")
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self._tensors()}
+        model = self._owner()
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._tensors()}
         content = {
             "format": FORMAT,
             "version": str(FORMAT_VERSION),
@@ -214,6 +217,9 @@ def _write_whole(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as for any new file; mkstemp's is for its owner alone
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

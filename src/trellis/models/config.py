@@ -25,8 +25,8 @@ class TrellisConfig(PreTrainedConfig):
     mixer: a mixer's name, or a list of names that is repeated over the layers, e.g.
         ["trellis", "trellis", "transformer"].
     mixer_config: the mixers' own fields, {"trellis": {"slots": 32}}; with a single mixer also
-        without its name, {"slots": 32}. The fields are documented at each mixer's configuration
-        class, e.g. trellis.mixers.TrellisMixerConfig.
+        without its name, {"slots": 32}. The fields are those of each mixer's configuration
+        class, e.g. trellis.mixers.TrellisMixerConfig, which can be given as well.
     norm_eps: epsilon of the RMS norms. initializer_range: spread of the linear maps.
     segment_size: without gradients, longer inputs are read in segments of so many tokens.
     loss_tokens: tokens whose logits are in memory at once while the loss is computed.
@@ -41,7 +41,7 @@ class TrellisConfig(PreTrainedConfig):
     num_attention_heads: int = 12
     intermediate_size: int | None = None
     mixer: str | list[str] | tuple[str, ...] = "trellis"
-    mixer_config: dict[str, Any] | None = None
+    mixer_config: Any = None
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -68,7 +68,7 @@ class TrellisConfig(PreTrainedConfig):
                 raise ValueError("mixer must be a name or a list of at least one; got []")
         for name in self._mixer_names:
             check_name(name)
-        self.mixer_config = self._by_mixer(self.mixer_config or {})
+        self.mixer_config = self._by_mixer(_as_fields(self.mixer_config))
         for name in self._mixer_names:
             mixer_config(name, self.mixer_config.get(name, {}))
         super().__post_init__(**kwargs)
@@ -77,8 +77,8 @@ class TrellisConfig(PreTrainedConfig):
         """Hugging Face keeps unknown fields, so a slip of the pen would pass unseen."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if near:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            if near and not name.endswith("_token_id"):
                 raise ValueError(f"TrellisConfig has no field {name!r}; did you mean {near[0]!r}?")
 
     @property
@@ -110,6 +110,18 @@ class TrellisConfig(PreTrainedConfig):
             (names[i % len(names)], sections.get(names[i % len(names)], {}))
             for i in range(self.num_hidden_layers)
         ]
+
+
+def _as_fields(section: Any) -> dict[str, Any]:
+    """A section as a plain dictionary; mixers' typed configurations are taken as they are."""
+    if section is None:
+        return {}
+    if dataclasses.is_dataclass(section) and not isinstance(section, type):
+        return dataclasses.asdict(section)
+    return {
+        name: _as_fields(value) if dataclasses.is_dataclass(value) else value
+        for name, value in section.items()
+    }
 
 
 def default_mlp_width(hidden_size: int) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import hashlib
+import inspect
 import json
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from ..ops import checks
 from .backbone import Block
 from .cache import TrellisCache, tensor_bytes
 from .config import TrellisConfig
@@ -52,7 +56,11 @@ class TrellisPreTrainedModel(PreTrainedModel):
             "intermediate_size": self.config.intermediate_size,
             "num_attention_heads": self.config.num_attention_heads,
             "norm_eps": self.config.norm_eps,
-            "mixers": self.config.layer_mixers(),
+            # As they came out, defaults included; the backend does not change what is computed.
+            "mixers": [
+                {**dataclasses.asdict(block.mixer.config), "backend": None}
+                for block in backbone.layers
+            ],
         }
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
         for name, weight in sorted(backbone.state_dict().items()):
@@ -100,28 +108,23 @@ class TrellisModel(TrellisPreTrainedModel):
         hidden states (0: all). Positions follow from the order of the tokens: `position_ids`,
         which generate() passes, are not used.
         """
+        _refuse_misspelt(kwargs, type(self).forward)
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        batch, tokens = given.shape[:2]
-        if cu_seqlens is not None and attention_mask is not None:
-            raise ValueError("cu_seqlens and attention_mask cannot be given together")
+        tokens = given.shape[1]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
-        if cache is not None and not isinstance(cache, TrellisCache):
-            raise TypeError(
-                f"past_key_values must be a TrellisCache; got {type(cache).__name__}. "
-                "Leave it out, or make one with model.init_cache(batch)"
-            )
+        sequences = self._check_inputs(given, attention_mask, cache, cu_seqlens)
         if attention_mask is not None:
-            packing_of(attention_mask, tokens)  # raises before anything is read
             attention_mask = attention_mask[:, attention_mask.shape[1] - tokens :]
 
         whole = torch.is_grad_enabled() or cu_seqlens is not None or output_hidden_states
         size = tokens if whole else self.config.segment_size
         if cache is None and (use_cache or tokens > size):
-            sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
             cache = self.init_cache(sequences)
         kept, all_hidden = [], None
         first_kept = tokens - hidden_to_keep if hidden_to_keep else 0
@@ -140,7 +143,41 @@ class TrellisModel(TrellisPreTrainedModel):
             past_key_values=cache if use_cache else None,
             hidden_states=all_hidden,
         )
-        return output.to_tuple() if return_dict is False else output
+        return output if _as_dict(return_dict, self.config) else output.to_tuple()
+
+    @staticmethod
+    def _check_inputs(
+        given: Tensor,
+        attention_mask: Tensor | None,
+        cache: TrellisCache | None,
+        cu_seqlens: Tensor | None,
+    ) -> int:
+        """The number of sequences. Raises before anything is read."""
+        batch, tokens = given.shape[:2]
+        if cu_seqlens is not None:
+            if attention_mask is not None:
+                raise ValueError("cu_seqlens and attention_mask cannot be given together")
+            if not torch.compiler.is_compiling():
+                checks.bounds(cu_seqlens, tokens)
+        sequences = checks.sequences(batch, cu_seqlens, given.device)
+        if cache is not None and not isinstance(cache, TrellisCache):
+            raise TypeError(
+                f"past_key_values must be a TrellisCache; got {type(cache).__name__}. "
+                "Leave it out, or make one with model.init_cache(batch)"
+            )
+        if cache is not None and cache.batch_size != sequences:
+            raise ValueError(
+                f"past_key_values must hold {sequences} sequences, as many as the input; "
+                f"got {cache.batch_size}"
+            )
+        if attention_mask is not None:
+            columns = attention_mask.shape[1] if attention_mask.dim() == 2 else -1
+            if columns < tokens or attention_mask.shape[0] != batch:
+                raise ValueError(
+                    f"attention_mask must have shape [B, T] with B = {batch} and T at least "
+                    f"{tokens}, the number of input tokens; got {list(attention_mask.shape)}"
+                )
+        return sequences
 
     def _read(
         self,
@@ -152,19 +189,18 @@ class TrellisModel(TrellisPreTrainedModel):
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """One segment through all blocks. Updates the cache."""
         columns = x.shape[1]
-        packing = packing_of(mask, columns)
+        packing = packing_of(mask)
         if packing is not None:
             x, cu_seqlens = packing.pack(x), packing.cu_seqlens
-        trace = [x]
+        trace, states = [x], []
         for i, block in enumerate(self.layers):
-            state = cache.states[i] if cache is not None else None
-            x, state = block(x, state, cu_seqlens)
+            x, state = block(x, None if cache is None else cache.states[i], cu_seqlens)
             if cache is not None:
-                cache.states[i] = state
-            trace.append(x)
-            if not output_hidden_states:
-                trace.clear()
-        if cache is not None:
+                states.append(state)
+            if output_hidden_states:
+                trace.append(x)
+        if cache is not None:  # all at once: an interrupted call leaves the cache as it was
+            cache.states = states
             cache.seen += columns
         if packing is not None:
             x = packing.unpack(x)
@@ -190,7 +226,7 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
@@ -200,10 +236,14 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
 
         The loss never holds the logits of more than `config.loss_tokens` tokens. The logits
         returned are those of the last `logits_to_keep` tokens, or at its indices; 0 returns all.
-        In training mode a call with labels returns no logits, so that long contexts fit.
+        By default a call with labels returns all logits if they are those of one such chunk, and
+        none if there are more, so that the loss of a long context fits.
         The other arguments are those of TrellisModel.forward.
         """
-        only_last = labels is None and isinstance(logits_to_keep, int)
+        _refuse_misspelt(kwargs, type(self).forward)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        whole = labels is not None or output_hidden_states or not isinstance(logits_to_keep, int)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -212,10 +252,17 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
-            hidden_to_keep=logits_to_keep if only_last else 0,
+            hidden_to_keep=0 if whole else logits_to_keep,
             return_dict=True,
         )
         hidden = outputs.last_hidden_state
+        if logits_to_keep is None and (labels is None or labels.numel() <= self.config.loss_tokens):
+            logits_to_keep = 0
+        logits = None
+        if isinstance(logits_to_keep, int):
+            logits = self.lm_head(hidden[:, -logits_to_keep:])
+        elif logits_to_keep is not None:
+            logits = self.lm_head(hidden[:, logits_to_keep])
         loss = None
         if labels is not None:
             if labels.shape != hidden.shape[:2]:
@@ -223,29 +270,28 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
                     f"labels must have shape [B,T] = {list(hidden.shape[:2])}; "
                     f"got {list(labels.shape)}"
                 )
+            have_all = logits is not None and logits.shape[:2] == labels.shape
             loss = next_token_loss(
-                hidden,
+                logits if have_all and logits is not None else hidden,
                 _predictable(labels, attention_mask, cu_seqlens),
-                self.lm_head,
+                nn.Identity() if have_all else self.lm_head,
                 chunk=self.config.loss_tokens,
                 count=num_items_in_batch,
             )
-        logits = None
-        if labels is None or not self.training:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self.lm_head(hidden[:, kept])
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-        return output.to_tuple() if return_dict is False else output
+        return output if _as_dict(return_dict, self.config) else output.to_tuple()
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,  # named, so that generate() accepts it
+        **kwargs: Any,
     ) -> dict[str, Any]:
         if next_sequence_length is not None and next_sequence_length <= 0:
             raise ValueError(
@@ -254,7 +300,10 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
                 "sequence, or only the new tokens with an attention_mask that covers both"
             )
         return super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, **kwargs
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
 
     @classmethod
@@ -268,6 +317,18 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             cache = self.init_cache(input_ids.shape[0])
         self.model(input_ids, past_key_values=cache, use_cache=True, hidden_to_keep=1)
         return cache
+
+
+def _as_dict(return_dict: bool | None, config: TrellisConfig) -> bool:
+    return bool(config.return_dict if return_dict is None else return_dict)
+
+
+def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
+    """generate() and others pass keywords that do not concern this model; a slip is an error."""
+    for name, value in unknown.items():
+        near = difflib.get_close_matches(name, inspect.signature(function).parameters, 1, 0.85)
+        if value is not None and near:
+            raise TypeError(f"there is no argument {name!r}; did you mean {near[0]!r}?")
 
 
 def _predictable(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -27,14 +27,6 @@ class Packing:
         return flat.index_copy(0, self.index, x[0]).view(batch, tokens, *x.shape[2:])
 
 
-def packing_of(mask: Tensor | None, tokens: int) -> Packing | None:
-    """The packing of the last `tokens` columns of a mask; None where nothing is padded."""
-    if mask is None:
-        return None
-    if mask.dim() != 2 or mask.shape[1] < tokens:
-        raise ValueError(
-            f"attention_mask must have shape [B, T] with T at least {tokens}, the number of "
-            f"input tokens; got {list(mask.shape)}"
-        )
-    mask = mask[:, mask.shape[1] - tokens :]
-    return None if bool((mask != 0).all()) else Packing(mask)
+def packing_of(mask: Tensor | None) -> Packing | None:
+    """The packing of a batch with this mask; None where nothing is padded."""
+    return None if mask is None or bool((mask != 0).all()) else Packing(mask)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..mixers import Mixer
 from .config import TrellisConfig, default_mlp_width
 from .modeling import TrellisForCausalLM
 
@@ -32,10 +33,9 @@ def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> T
     """
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
-    fields: dict[str, Any] = {**PRESETS[name], "mixer": mixer, **overrides}
-    if mixer == "trellis" and "mixer_config" not in overrides:
-        fields["mixer_config"] = {"slots": PAPER_SLOTS}
-    config = TrellisConfig(**fields)
+    config = TrellisConfig(**{**PRESETS[name], "mixer": mixer, **overrides})
+    if any(layer == "trellis" for layer, _ in config.layer_mixers()):
+        config.mixer_config.setdefault("trellis", {}).setdefault("slots", PAPER_SLOTS)
     if "intermediate_size" in overrides:
         return config
     plain = {k: v for k, v in overrides.items() if k != "mixer_config"}
@@ -58,11 +58,12 @@ class Description(NamedTuple):
     state_bytes: int | None  # fp32, of one sequence; None: grows with what is read
 
 
-def describe(name: str, mixer: str, **overrides: Any) -> Description:
+def describe(name: str, mixer_name: str, **overrides: Any) -> Description:
     """What a preset comes to with a mixer."""
-    config = preset(name, mixer, **overrides)
+    config = preset(name, mixer_name, **overrides)
     model = _weightless(config)
-    numbers = sum(block.mixer.state_size() for block in model.model.layers)
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    numbers = sum(mixer.state_size() for mixer in mixers)
     return Description(
         blocks=config.num_hidden_layers,
         width=config.hidden_size,

@@ -64,3 +64,14 @@ def sequences(batch: int, cu_seqlens: Tensor | None, device: torch.device) -> in
     if batch != 1:
         raise ValueError(f"with cu_seqlens the batch size must be 1 (one packed row); got {batch}")
     return cu_seqlens.shape[0] - 1
+
+
+def bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """The bounds of a pack of `tokens` tokens as numbers."""
+    found = [int(bound) for bound in cu_seqlens.tolist()]
+    falls = any(after < before for before, after in zip(found, found[1:]))
+    if found[0] != 0 or found[-1] != tokens or falls:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; got {found}"
+        )
+    return found

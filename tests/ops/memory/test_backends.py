@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import problem, relative_rms
 
 from trellis.ops import trellis_memory
-from trellis.ops.memory.activations import F_NAMES, PHI_NAMES
+from trellis.ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES
 
 #: (backend, dtype, largest relative RMS error)
 LIMITS = [
@@ -16,19 +16,19 @@ LIMITS = [
     ("native", torch.float32, 2e-5),
 ]
 
-shapes = st.fixed_dictionaries(
-    {
-        "batch": st.integers(1, 3),
-        "tokens": st.integers(1, 40),
-        "heads": st.integers(1, 3),
-        "key": st.integers(8, 17),
-        "value": st.integers(8, 17),
-        # A normalising phi over very few slots amplifies rounding, in the reference as well.
-        "slots": st.integers(12, 20),
-        "minibatch": st.integers(2, 9),
-        "seed": st.integers(0, 10**6),
-    }
-).filter(lambda s: len({s["key"], s["value"], s["slots"]}) == 3)
+
+def shapes(smallest):
+    """Shapes with K, V and M all different, so that a transposed product shows."""
+    sizes = st.lists(st.integers(smallest, smallest + 14), min_size=3, max_size=3, unique=True)
+    return st.builds(
+        lambda sizes, **rest: {"key": sizes[0], "value": sizes[1], "slots": sizes[2], **rest},
+        sizes,
+        batch=st.integers(1, 2),
+        tokens=st.integers(4, 80),
+        heads=st.integers(1, 2),
+        minibatch=st.integers(2, 20),
+        seed=st.integers(0, 10**6),
+    )
 
 
 def compare(case):
@@ -43,18 +43,14 @@ def compare(case):
 
 @pytest.mark.parametrize("value_pass", ["encode", "decode"])
 @pytest.mark.parametrize("mode", ["exact", "stale"])
-@pytest.mark.parametrize("phi", PHI_NAMES)
-@given(shape=shapes, f=st.sampled_from(F_NAMES))
-def test_every_phi_mode_and_value_pass(phi, mode, value_pass, shape, f):
-    compare(problem(phi=phi, f=f, mode=mode, value_pass=value_pass, **shape))
-
-
-@pytest.mark.parametrize("value_pass", ["encode", "decode"])
-@pytest.mark.parametrize("mode", ["exact", "stale"])
 @pytest.mark.parametrize("f", F_NAMES)
 @pytest.mark.parametrize("phi", PHI_NAMES)
-def test_every_combination_once(phi, f, mode, value_pass):
-    compare(problem(phi=phi, f=f, mode=mode, value_pass=value_pass, batch=1, tokens=13))
+@settings(max_examples=2)
+@given(data=st.data())
+def test_every_combination(phi, f, mode, value_pass, data):
+    # A normalising phi over a few slots amplifies rounding, in the reference as well.
+    shape = data.draw(shapes(12 if phi in NORMALISING_PHI else 4))
+    compare(problem(phi=phi, f=f, mode=mode, value_pass=value_pass, **shape))
 
 
 @pytest.mark.parametrize("psi", PHI_NAMES)

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from trellis.mixers import build_mixer
 from trellis.ops import trellis_memory
 from trellis.ops.memory import library
+from trellis.ops.memory.native import library as native
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
@@ -23,25 +24,31 @@ def gradients(function, case):
     return [y, *(t.grad for t in tensors)]
 
 
+every_backend = pytest.mark.parametrize("backend", ["chunked", "native", "auto"])
+
+
+@every_backend
 @pytest.mark.parametrize("mode", ["exact", "stale"])
-def test_compile_sees_one_op(mode):
+def test_compile_sees_one_op(mode, backend):
     case = problem(mode=mode)
 
     def run(*tensors):
-        return trellis_memory(*tensors, **case.options)[0]
+        return trellis_memory(*tensors, backend=backend, **case.options)[0]
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for one, other in zip(gradients(compiled, case), gradients(run, case)):
         assert relative_rms(one, other) < 1e-6
 
 
-def test_compile_of_packed_sequences_with_states():
+@every_backend
+def test_compile_of_packed_sequences_with_states(backend):
     case = problem(lengths=[4, 9], mode="stale")
 
     def run(*tensors):
         y, state = trellis_memory(
-            *tensors, cu_seqlens=case.cu_seqlens, output_final_state=True, **case.options
-        )
+            *tensors, cu_seqlens=case.cu_seqlens, output_final_state=True, backend=backend,
+            **case.options,
+        )  # fmt: skip
         return y.sum() + state.keys.sum()
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -49,18 +56,36 @@ def test_compile_of_packed_sequences_with_states():
         assert relative_rms(one, other) < 1e-6
 
 
+def op_arguments(case, mode):
+    """Arguments of the registered operators, in layouts that are not contiguous."""
+    stale = mode == "stale"
+
+    def flipped(name):
+        return case.tensors[name].float().transpose(1, 2).contiguous().transpose(1, 2)
+
+    def state(name):
+        tensor = case.tensors[name].float().mT.contiguous().mT
+        return tensor.requires_grad_()
+
+    q, k, v, alpha, log_beta, gamma = (flipped(name).requires_grad_() for name in NAMES)
+    offset, count = (case.offset, 4) if stale else (None, 1)
+    anchors = [state(n) if stale else None for n in ("key_anchor", "value_anchor")]
+    one = (
+        q, k, alpha, log_beta, gamma, state("keys"), anchors[0], offset, None,
+        "silu", count, False, True,
+    )  # fmt: skip
+    two = (
+        q, k, alpha, v, None, log_beta, gamma, None, None, state("keys"), state("values"),
+        *anchors, offset, None, "silu", "silu", "ln_silu", "identity", True, count, True,
+    )  # fmt: skip
+    return one, two
+
+
 @pytest.mark.parametrize("mode", ["exact", "stale"])
 def test_registered_operators_keep_torchs_rules(mode):
-    case = problem(tokens=5, mode=mode)
-    tensors = leaves(case)
-    stale = mode == "stale"
-    memory = case.tensors["keys"].float().requires_grad_()
-    anchor = case.tensors["key_anchor"].float().requires_grad_() if stale else None
-    arguments = (
-        tensors[0], tensors[1], tensors[3], tensors[4], tensors[5], memory, anchor,
-        case.offset if stale else None, None, "silu", 4 if stale else 1, False, True,
-    )  # fmt: skip
-    torch.library.opcheck(library.compress, arguments)
+    one, two = op_arguments(problem(tokens=5, mode=mode), mode)
+    torch.library.opcheck(library.compress, one)
+    torch.library.opcheck(native.memory, two)
 
 
 def test_autocast_leaves_the_memory_in_fp32():
@@ -106,22 +131,24 @@ def test_functional_call():
     assert torch.equal(y, mixer(x)[0])
 
 
-def test_double_backward_is_refused():
+@every_backend
+def test_double_backward_is_refused(backend):
     tensors = leaves(problem(tokens=4))
-    y, _ = trellis_memory(*tensors)
+    y, _ = trellis_memory(*tensors, backend=backend)
     (grad,) = torch.autograd.grad(y.sum(), tensors[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
         grad.sum().backward()
 
 
-def test_fresh_memory_is_never_read(monkeypatch):
+@pytest.mark.parametrize("backend", ["chunked", "native"])
+def test_fresh_memory_is_never_read(backend, monkeypatch):
     """Buffers that are not filled yet hold NaN here: nothing of them may come out."""
     case = problem(lengths=[5, 0, 33, 40], mode="stale", minibatch=16)
-    clean = case.run("chunked", torch.float32)
+    clean = case.run(backend, torch.float32)
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        filled = case.run("chunked", torch.float32)
+        filled = case.run(backend, torch.float32)
     finally:
         torch.use_deterministic_algorithms(False)
     for name, value in clean.items():

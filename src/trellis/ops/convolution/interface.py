@@ -32,6 +32,8 @@ def causal_convolution(
     batch, tokens, channels = x.shape
     checks.shape("weight", weight, (channels, weight.shape[1]), "[D,W]")
     count = checks.sequences(batch, cu_seqlens, x.device)
+    if cu_seqlens is not None and not torch.compiler.is_compiling():
+        checks.bounds(cu_seqlens, tokens)
     reach = weight.shape[1] - 1
     if tail is None:
         tail = x.new_zeros(count, reach, channels)

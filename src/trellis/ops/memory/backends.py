@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -13,12 +13,21 @@ from .. import checks
 
 #: "triton" is the place of a GPU kernel; it is refused until there is one.
 BACKENDS = ("auto", "reference", "chunked", "native", "triton")
+VARIABLE = "TRELLIS_BACKEND"
 
 log = logging.getLogger("trellis")
 
 
+def _constant_when_compiled(function: Callable[[], str]) -> Callable[[], str]:
+    """What torch.compiler.assume_constant_result does, without importing the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
     """The backend to run. "auto" asks the environment variable TRELLIS_BACKEND first.
+
+    A choice made for all by the variable does not concern `compress`, which has no native form.
 
     Raises:
         ValueError: a backend that was asked for cannot run on these tensors.
@@ -26,24 +35,29 @@ def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
     """
     checks.choice("backend", backend, BACKENDS)
     named = "backend"
-    if backend == "auto" and "TRELLIS_BACKEND" in os.environ:
-        backend, named = os.environ["TRELLIS_BACKEND"], "TRELLIS_BACKEND"
+    if backend == "auto" and _environment() != "auto":
+        backend, named = _environment(), VARIABLE
         checks.choice(named, backend, BACKENDS)
     if backend == "triton":
         raise NotImplementedError(
             f"{named}='triton' is not part of this version; use 'auto', 'native', 'chunked' or "
             "'reference'"
         )
-    if backend == "native" and not (named == "TRELLIS_BACKEND" and not two_passes):
-        reason = unfit(tensors, two_passes)
+    if backend == "native" and named == VARIABLE and not two_passes:
+        return "chunked"
+    if backend not in ("auto", "native"):
+        return backend
+    reason = unfit(tensors, two_passes)
+    if backend == "native":
         if reason:
             raise ValueError(f"{named}='native' cannot run here: {reason}")
-        from .native.library import kernel
+        missing = _missing_kernel()
+        if missing:
+            from .native.build import NoKernel
 
-        kernel()
-    elif backend in ("auto", "native"):
-        return "native" if unfit(tensors, two_passes) is None and _have_kernel() else "chunked"
-    return backend
+            raise NoKernel(f"{named}='native' cannot run here: {missing}")
+        return "native"
+    return "chunked" if reason or _missing_kernel() else "native"
 
 
 def unfit(tensors: Iterable[Tensor], two_passes: bool) -> str | None:
@@ -62,8 +76,19 @@ def unfit(tensors: Iterable[Tensor], two_passes: bool) -> str | None:
     return None
 
 
+@_constant_when_compiled
+def _environment() -> str:
+    return os.environ.get(VARIABLE, "auto")
+
+
+@_constant_when_compiled
+def _missing_kernel() -> str:
+    """Why there is no kernel; empty if there is. Compiles it at the first call."""
+    return _load_kernel()
+
+
 @functools.cache
-def _have_kernel() -> bool:
+def _load_kernel() -> str:
     from .native.build import NoKernel
     from .native.library import kernel
 
@@ -71,5 +96,5 @@ def _have_kernel() -> bool:
         kernel()
     except NoKernel as error:
         log.warning("the memory runs on the slower chunked backend: %s", error)
-        return False
-    return True
+        return str(error)
+    return ""

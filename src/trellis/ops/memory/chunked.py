@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from .. import checks
 from . import chunk as one
 from .activations import PHI
 from .layout import ChunkLayout, ChunkRows
-from .start import checked_bounds, checked_offsets
+from .start import checked_offsets
 
 #: Tokens per chunk in exact mode, and tokens between two saved memories.
 EXACT_CHUNK = 32
@@ -62,7 +62,7 @@ class _Inputs:
         if cu_seqlens is None:
             bounds = [n * x.shape[1] for n in range(sequences + 1)]
         else:
-            bounds = checked_bounds(cu_seqlens, x.shape[1])
+            bounds = checks.bounds(cu_seqlens, x.shape[1])
         offsets = [0] * sequences if offset is None else checked_offsets(offset, minibatch)
         self.layout = ChunkLayout(bounds, offsets, chunk_size(minibatch), memory.device)
 
@@ -77,8 +77,9 @@ class _Inputs:
         return state.index_select(0, self.layout.order).flatten(0, 1)
 
     def unsorted(self, state: Tensor) -> Tensor:
-        out = torch.empty_like(state.unflatten(0, (-1, self.heads)))
-        return out.index_copy_(0, self.layout.order, state.unflatten(0, (-1, self.heads)))
+        by_sequence = state.unflatten(0, (-1, self.heads))
+        out = state.new_empty(by_sequence.shape)
+        return out.index_copy_(0, self.layout.order, by_sequence)
 
 
 class Forward(NamedTuple):
@@ -189,7 +190,7 @@ def backward(
     """Gradients of `forward`'s y, memory and anchor with respect to its tensor inputs."""
     inputs = _Inputs(query, x, target, log_beta, gamma, memory, offset, cu_seqlens, minibatch)
     layout, heads = inputs.layout, inputs.heads
-    grads = tuple(torch.empty_like(flat) for flat in inputs.flat)
+    grads = tuple(flat.new_empty(flat.shape) for flat in inputs.flat)
     dy = dy.flatten(0, 1)
     dstate = inputs.sorted(dmemory)
     first_anchor = inputs.sorted(anchor) if anchor is not None else None

@@ -13,7 +13,7 @@ from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .backends import choose
 from .library import compress as compress_chunked
 from .reference import compress_reference
-from .start import VALUE_PASSES, checked_bounds, effective_minibatch, pass_state
+from .start import VALUE_PASSES, effective_minibatch, pass_state
 from .state import MemoryState, PassState, move_on
 from .step import compress_token
 
@@ -166,23 +166,25 @@ def trellis_memory_step(
     mode: str = "exact",
     minibatch: int = 16,
     initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, MemoryState]:
     """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
 
-    Returns y [B, H, V] and the state after the token. Where gradients are asked for it is
-    `trellis_memory` with one token; else a short path of its own.
+    Returns y [B, H, V] and the state after the token. Where gradients or a backend are asked for
+    it is `trellis_memory` with one token; else a short path of its own.
     """
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,H")
     count = effective_minibatch(mode, minibatch)
     state = _memory_state(initial_state)
-    if _wants_gradients((q, k, v, alpha, *log_betas, *gammas, *(state or ()))):
+    inputs = (q, k, v, alpha, *log_betas, *gammas)
+    if backend != "auto" or _wants_gradients((*inputs, *(state or ()))):
         y, final = trellis_memory(
             q[:, None], k[:, None], v[:, None], alpha[:, None],
             (log_betas[0][:, None], log_betas[1][:, None]),
             (gammas[0][:, None], gammas[1][:, None]),
             phi=phi, f=f, psi=psi, value_pass=value_pass, mode=mode, minibatch=minibatch,
-            initial_state=state, output_final_state=True,
+            initial_state=state, output_final_state=True, backend=backend,
         )  # fmt: skip
         assert final is not None
         return y[:, 0], final
@@ -300,7 +302,7 @@ def _run_reference(
     with torch.autocast(tensors[0].device.type, enabled=False):
         if cu_seqlens is None:
             return run(tensors, start)
-        bounds = checked_bounds(cu_seqlens, tensors[0].shape[1])
+        bounds = checks.bounds(cu_seqlens, tensors[0].shape[1])
         runs = [
             run([t[:, begin:end] for t in tensors], start.select(slice(n, n + 1)))
             for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))

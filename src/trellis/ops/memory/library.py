@@ -41,8 +41,8 @@ def _(
     width = memory.shape[3 if transposed else 2]
     return (
         x.new_empty(*x.shape[:3], width, dtype=memory.dtype),
-        torch.empty_like(memory),
-        memory.new_empty(0) if anchor is None else torch.empty_like(anchor),
+        memory.new_empty(memory.shape),
+        memory.new_empty(0 if anchor is None else anchor.shape),
         saved,
     )
 
@@ -81,9 +81,9 @@ def _(
     dy, dmemory, danchor, query, x, target, log_beta, gamma, memory, anchor, offset,
     cu_seqlens, saved, phi, minibatch, transposed,
 ):  # fmt: skip
-    anchors = memory.new_empty(0) if anchor is None else torch.empty_like(anchor)
+    anchors = memory.new_empty(0 if anchor is None else anchor.shape)
     given = (query, x, target, log_beta, gamma)
-    return (*(g.new_empty(g.shape) for g in given), torch.empty_like(memory), anchors)
+    return (*(g.new_empty(g.shape) for g in given), memory.new_empty(memory.shape), anchors)
 
 
 def _setup(ctx, inputs, output):
@@ -114,11 +114,11 @@ def _backward(ctx, dy, dmemory, danchor, _dsaved):
 compress.register_autograd(_backward, setup_context=_setup)
 
 
-def _refuse(ctx, *_):
+def refuse_double_backward(ctx, *_):
     raise NotImplementedError(
         "the memory cannot be differentiated twice: double backward (create_graph=True) through "
         "trellis_memory and compress is not supported; use backend='reference', which is"
     )
 
 
-compress_backward.register_autograd(_refuse)
+compress_backward.register_autograd(refuse_double_backward)

@@ -45,17 +45,9 @@ def pass_state(
     return PassState(memory, anchored(memory, state.anchor.to(dtype), offset), offset)
 
 
-def checked_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    bounds = [int(bound) for bound in cu_seqlens.tolist()]
-    falls = any(after < before for before, after in zip(bounds, bounds[1:]))
-    if bounds[0] != 0 or bounds[-1] != tokens or falls:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; got {bounds}"
-        )
-    return bounds
-
-
 def checked_offsets(offset: Tensor, minibatch: int) -> list[int]:
+    if offset.is_floating_point():
+        raise TypeError(f"initial_state.offset must be of an integer type; got {offset.dtype}")
     offsets = [int(o) for o in offset.tolist()]
     if any(not 0 <= o < minibatch for o in offsets):
         raise ValueError(

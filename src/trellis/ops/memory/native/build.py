@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ... import checks
+
 HERE = Path(__file__).parent
 SOURCES = ("memory.cpp", "pass.h", "activations.h", "gemm.h", "simd.h", "tensors.h")
 COMPILERS = ("c++", "g++", "clang++")
@@ -69,7 +71,20 @@ def find_compiler() -> str:
 
 
 def library(target: str = "native", extra: tuple[str, ...] = ()) -> Path:
-    """The path of the compiled kernel, compiled now unless it is in the cache."""
+    """The path of the compiled kernel, compiled now unless it is in the cache.
+
+    Raises NoKernel, whatever goes wrong.
+    """
+    checks.choice("TRELLIS_NATIVE_TARGET", target, tuple(TARGETS))
+    try:
+        return _library(target, extra)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, NoKernel):
+            raise
+        raise NoKernel(f"the kernel could not be compiled: {error}") from error
+
+
+def _library(target: str, extra: tuple[str, ...]) -> Path:
     compiler = find_compiler()
     flags = (*FLAGS, *TARGETS[target], *extra)
     folder = private_folder(cache_folder())

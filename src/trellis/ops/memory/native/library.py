@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, Structure, c_int64, c_void_p
+import sys
+from ctypes import POINTER, Structure, c_int64, c_size_t, c_void_p
 
 import torch
 from torch import Tensor
 
-from ..start import checked_bounds, checked_offsets
+from ... import checks
+from ..library import refuse_double_backward
+from ..start import checked_offsets
 from . import build
 
 CODES = {
@@ -25,6 +28,7 @@ WIDEST = 256
 #: Tokens between two saved memories, where the mini-batch allows.
 SEGMENT_TOKENS = 128
 CHUNK = 16
+MADV_HUGEPAGE = 14
 
 
 class _Tensor(Structure):
@@ -63,8 +67,7 @@ class _Problem(Structure):
 @functools.cache
 def kernel() -> ctypes.CDLL:
     """The loaded library. Raises build.NoKernel where there is none."""
-    target = os.environ.get("TRELLIS_NATIVE_TARGET", "native")
-    return load(build.library(target))
+    return load(build.library(os.environ.get("TRELLIS_NATIVE_TARGET", "native")))
 
 
 def load(path: os.PathLike[str]) -> ctypes.CDLL:
@@ -87,11 +90,11 @@ def _padded(n: int) -> int:
     return -(-n // CHUNK) * CHUNK
 
 
-def blank_saved(x1: Tensor, t1: Tensor, x2: Tensor, t2: Tensor, first: Tensor, b: int) -> Tensor:
+def _blank_saved(x1: Tensor, t1: Tensor, x2: Tensor, t2: Tensor, first: Tensor, b: int) -> Tensor:
     """Room for the saved memories: a bound that depends on shapes alone, as tracing needs it."""
     places = x1.shape[0] * x1.shape[1] // segment_tokens(b) + 2 * first.shape[0] + 1
     sizes = [_padded(t.shape[3]) for t in (x1, t1, x2, t2)]
-    return first.new_zeros(places, x1.shape[2], sizes[0] * sizes[1] + sizes[2] * sizes[3])
+    return first.new_empty(places, x1.shape[2], sizes[0] * sizes[1] + sizes[2] * sizes[3])
 
 
 def _tensor(x: Tensor) -> _Tensor:
@@ -101,6 +104,24 @@ def _tensor(x: Tensor) -> _Tensor:
 
 def _state(*parts: Tensor | None) -> _State:
     return _State(*(None if p is None or p.numel() == 0 else p.data_ptr() for p in parts))
+
+
+def _in_large_pages(fresh: Tensor) -> Tensor:
+    """Ask Linux to back a large, untouched tensor with pages of 2 MiB.
+
+    With pages of 4 KiB the kernel would spend up to a third of its time on page faults.
+    """
+    size, page = fresh.numel() * fresh.element_size(), 2**21
+    if size >= 4 * page and sys.platform == "linux":
+        begin = -(-fresh.data_ptr() // page) * page
+        length = (fresh.data_ptr() + size - begin) // page * page
+        _libc().madvise(c_void_p(begin), c_size_t(length), MADV_HUGEPAGE)  # advice: may fail
+    return fresh
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 class _Call:
@@ -118,7 +139,7 @@ class _Call:
         self.inputs = [t if t.dim() == 3 or t.stride(3) == 1 else t.contiguous() for t in inputs]
         self.states = [None if s is None else s.contiguous() for s in states]
         phi1, phi2, f, psi, transposed, minibatch = choice
-        q, x1, t1, x2, t2 = self.inputs[:5]
+        x1, t1, x2, t2 = self.inputs[1:5]
         first = states[0]
         assert first is not None
         sequences = first.shape[0]
@@ -126,15 +147,16 @@ class _Call:
         if cu_seqlens is None:
             rows = [(n, 0, tokens) for n in range(sequences)]
         else:
-            bounds = checked_bounds(cu_seqlens, tokens)
+            bounds = checks.bounds(cu_seqlens, tokens)
             rows = [(0, begin, end - begin) for begin, end in zip(bounds, bounds[1:])]
         offsets = [0] * sequences if offset is None else checked_offsets(offset, minibatch)
         segment = segment_tokens(minibatch)
         self.table = (_Sequence * max(sequences, 1))()
-        place = 0
+        place = self.places = 0
         for n, ((batch, token, length), o) in enumerate(zip(rows, offsets)):
             self.table[n] = _Sequence(batch, token, length, o, place)
             place += -(-(o + length) // segment) if length else 0
+        self.places = place
         self.problem = _Problem(
             sequences=sequences, heads=x1.shape[2], threads=torch.get_num_threads(),
             d1=x1.shape[3], m1=t1.shape[3], d2=x2.shape[3], m2=t2.shape[3],
@@ -188,12 +210,14 @@ def memory(
     inputs = _inputs(q, x1, t1, x2, t2, log_beta1, gamma1, log_beta2, gamma2)
     states = (first, second, first_anchor, second_anchor)
     call = _Call(inputs, states, offset, cu_seqlens, (phi1, phi2, f, psi, transposed, minibatch))
-    y = _blank_y(q, x2, inputs[4], transposed)
+    y = _in_large_pages(_blank_y(q, x2, inputs[4], transposed))
     finals = [first.new_empty(0 if s is None else s.shape) for s in states]
-    saved = blank_saved(x1, t1, x2, inputs[4], first, minibatch) if save else first.new_empty(0)
+    saved = _blank_saved(x1, t1, x2, inputs[4], first, minibatch) if save else first.new_empty(0)
     call.problem.y = _tensor(y)
     call.problem.start, call.problem.final = _state(*call.states), _state(*finals)
-    call.problem.saved = saved.data_ptr() if save else None
+    if save:
+        saved[call.places :].zero_()  # not used, but part of the result
+        call.problem.saved = _in_large_pages(saved).data_ptr()
     call.run("trellis_forward")
     return y, finals[0], finals[1], finals[2], finals[3], saved
 
@@ -210,7 +234,7 @@ def _(
     t2 = t1 if t2 is None else t2
     states = (first, second, first_anchor, second_anchor)
     finals = [first.new_empty(0 if s is None else s.shape) for s in states]
-    saved = blank_saved(x1, t1, x2, t2, first, minibatch) if save else first.new_empty(0)
+    saved = _blank_saved(x1, t1, x2, t2, first, minibatch) if save else first.new_empty(0)
     return (_blank_y(q, x2, t2, transposed), *finals, saved)
 
 
@@ -250,7 +274,7 @@ def memory_backward(
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     dfinals = [d.contiguous() for d in (dfirst, dsecond, dfirst_anchor, dsecond_anchor)]
     dstarts = [first.new_empty(0 if s is None else s.shape) for s in states]
-    grads = [torch.empty(t.shape, dtype=t.dtype) for t in inputs]
+    grads = [_in_large_pages(torch.empty(t.shape, dtype=t.dtype)) for t in inputs]
     if t2 is None:
         grads[4] = grads[3].new_empty(0)  # its gradient is in that of t1
     problem = call.problem
@@ -306,3 +330,4 @@ def _backward(ctx, dy, dfirst, dsecond, dfirst_anchor, dsecond_anchor, _dsaved):
 
 
 memory.register_autograd(_backward, setup_context=_setup)
+memory_backward.register_autograd(refuse_double_backward)
