@@ -42,7 +42,7 @@ wheel: setup
 	PYTHON=$(PYTHON) bash tests/wheel/check.sh dist/*.whl
 
 bench: setup
-	$(BIN)/python benchmarks/memory_op.py
+	$(BIN)/trellis bench ops --out runs/bench
 	$(BIN)/python benchmarks/stream.py --figure docs/figures/stream.png
 
 clean:

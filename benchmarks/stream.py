@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from measure import peak_bytes
 
 from trellis import TrellisConfig, TrellisForCausalLM
+from trellis.bench.measure import peak_bytes
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 try:
     import typer
@@ -40,6 +42,75 @@ def models(
                 f"{row.parameters:,}", f"{row.parameters - row.embeddings:,}", size,
             )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+bench = typer.Typer(no_args_is_help=True, help="Time and memory beside peers, in one run.")
+app.add_typer(bench, name="bench")
+Out = Annotated[Path | None, typer.Option(help="Folder for a JSON file and a figure.")]
+Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
+
+
+@bench.command("ops")
+def bench_ops(
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
+    contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1024,65536",
+    memory: Annotated[int, typer.Option(help="Tokens of the memory measurement.")] = 8192,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are printed.")] = 5,
+    threads: Threads = 0,
+    out: Out = None,
+) -> None:
+    """The memory op beside attention, Gated DeltaNet and Mamba2."""
+    from .bench import ops
+
+    _set_threads(threads)
+    result = ops.run(_numbers("lengths", lengths), _numbers("contexts", contexts), memory, rounds,
+                     typer.echo)  # fmt: skip
+    if out is not None:
+        _keep(out, "bench-ops", result, ops.draw)
+
+
+@bench.command("model")
+def bench_model(
+    preset: Annotated[str, typer.Option(help="Model size.")] = "125m",
+    lengths: Annotated[str, typer.Option(help="Training contexts.")] = "512,2048",
+    contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1000,100000",
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are printed.")] = 3,
+    threads: Threads = 0,
+    out: Out = None,
+) -> None:
+    """Training and decoding of a whole model, with Trellis and with attention."""
+    from .bench import model
+
+    _set_threads(threads)
+    result = model.run(preset, _numbers("lengths", lengths), _numbers("contexts", contexts),
+                       rounds, typer.echo)  # fmt: skip
+    if out is not None:
+        _keep(out, "bench-model", result, None)
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ValueError(f"--{name} must be whole numbers separated by commas; got {text!r}")
+    return found
+
+
+def _keep(folder: Path, name: str, result: dict[str, Any], draw: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if draw is not None:
+        draw(result, folder / f"{name}.png")
+    typer.echo(f"\nwritten to {folder}")
 
 
 def main() -> None:

@@ -105,9 +105,9 @@ struct Runner {
       std::memcpy(b.target, a.target, 4 * C * one.M());
     else
       read_rows(p.t2, s.batch, token, h, count, b.target, p.m2, two.M());
-    read_gate(p.log_beta1, s.batch, token, h, count, a.beta, 0);
+    read_gate(p.log_beta1, s.batch, token, h, count, a.log_beta, 0);
     read_gate(p.gamma1, s.batch, token, h, count, a.gamma, 0);
-    read_gate(p.log_beta2, s.batch, token, h, count, b.beta, 0);
+    read_gate(p.log_beta2, s.batch, token, h, count, b.log_beta, 0);
     read_gate(p.gamma2, s.batch, token, h, count, b.gamma, 0);
   }
 
@@ -189,12 +189,17 @@ struct Runner {
     }
     const int64_t last = s.offset + s.length;
     for (int64_t until = TURN; until < last + TURN; until += TURN)
-      for (auto& head : heads) forward_turn(s, head, std::min(until, last), last, space);
+      for (auto& head : heads) {
+        // The first chunk behind this turn: the next head's, or the first head's next.
+        const Head& next = &head == &heads.back() ? heads.front() : *(&head + 1);
+        forward_turn(s, head, next, std::min(until, last), last, space);
+      }
     for (auto& head : heads) store_state(p.final, n, head);
   }
 
   void forward_turn(
-      const Sequence& s, Head& head, int64_t until, int64_t last, float* space) const {
+      const Sequence& s, Head& head, const Head& next, int64_t until, int64_t last,
+      float* space) const {
     Chunk a, b;
     space = two.carve(b, one.carve(a, space));
     auto take = [&](size_t count) { float* q = space; space += count; return q; };
@@ -220,7 +225,11 @@ struct Runner {
         std::memcpy(head.second_anchor, b.memory, 4 * memory2());
       }
       read_inputs(a, b, q, s, h, at, count);
-      prefetch_inputs(s, h, end, until);
+      prefetch_rows<true>(p.y, s.batch, s.token + at - s.offset, h, count, y_width());
+      if (end < until)
+        prefetch_inputs(s, h, end, until);
+      else
+        prefetch_inputs(s, next.h, next.at, last);
       write(a, b);
       const int broken1 = one.contain(a), broken2 = two.contain(b);
       one.read(a, q, yhat, qm, scores);
@@ -330,10 +339,15 @@ struct Runner {
       const float* q = qs[i];
       const int64_t token = s.token + ats[i] - s.offset;
       const int count = plan.end_of_chunk(ats[i], last) - ats[i];
+      read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
+      if (i > 0) prefetch_rows(p.y, s.batch, token - C, h, C, y_width());
+      prefetch_rows<true>(p.dq, s.batch, token, h, count, p.d1);
+      prefetch_rows<true>(p.dx1, s.batch, token, h, count, p.d1);
+      prefetch_rows<true>(p.dx2, s.batch, token, h, count, p.d2);
+      prefetch_rows<true>(p.dt1, s.batch, token, h, count, p.m1);
       one.read(a, q, yhat, qm, scores);
       for (int t = 0; t < C; t++)
         activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
-      read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
       if (!p.transposed) two.read(b, r, y, qm2, scores2);
       if (p.psi != IDENTITY) {
         if (p.transposed) two.read_transposed(b, r, y, lanes, lanes2);

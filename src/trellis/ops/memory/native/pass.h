@@ -16,7 +16,7 @@ struct Chunk {
   float *target;       // [16][M]
   float *z, *u, *writes;                 // [16][M]; writes = gamma u
   float *within, *before, *coupling;     // [16][16]: w(t,s), w(t-1,s), w(t-1,s) x_s.x_t
-  float *beta, *gamma, *start, *started; // [16]: exp(L_t) and exp(L_{t-1})
+  float *log_beta, *gamma, *start, *started; // [16]: log_beta, gamma, exp(L_t) and exp(L_{t-1})
   const float* anchor;                   // [D][M] in stale mode
 };
 
@@ -45,24 +45,24 @@ struct Pass {
     c.x = take(C * D()), c.x_lanes = take(C * D());
     c.target = take(C * M()), c.z = take(C * M()), c.u = take(C * M()), c.writes = take(C * M());
     c.within = take(C * C), c.before = take(C * C), c.coupling = take(C * C);
-    c.beta = take(C), c.gamma = take(C), c.start = take(C), c.started = take(C);
+    c.log_beta = take(C), c.gamma = take(C), c.start = take(C), c.started = take(C);
     return p;
   }
 
-  // From x, target, beta (as log_beta), gamma and memory: everything up to z before substitution.
+  // From x, target, log_beta, gamma and memory: everything up to z before the substitution.
   void prepare(Chunk& c) const {
-    float w[C] = {};
     float total = 1;
     for (int t = 0; t < C; t++) {
-      c.beta[t] = std::exp(c.beta[t]);
+      const float beta = c.log_beta[t] == 0 ? 1.f : std::exp(c.log_beta[t]);
       c.started[t] = total;
-      total *= c.beta[t];
+      total *= beta;
       c.start[t] = total;
-      for (int s = 0; s < C; s++) {
-        c.before[t * C + s] = w[s];
-        w[s] = s < t ? w[s] * c.beta[t] : s == t;
-        c.within[t * C + s] = w[s];
+      for (int s = 0; s < C; s += VL) {
+        const vf w = t ? load(c.within + (t - 1) * C + s) : vf{};
+        store(c.before + t * C + s, w);
+        store(c.within + t * C + s, w * beta);
       }
+      c.within[t * C + t] = 1;
     }
     to_lanes(c.x, c.x_lanes, D());
     if (stale) {
@@ -343,12 +343,18 @@ struct Pass {
       });
     }
     // d log_beta_i = sum over s < i <= t of pairs[t][s] + sum over t >= i of starts[t]
-    float below[C] = {}, from = 0;
+    alignas(64) float columns[C * C];
+    vf below[C / VL] = {};
+    for (int i = C - 1; i >= 0; i--)
+      for (int s = 0; s < C; s += VL) {
+        below[s / VL] += load(b.pairs + i * C + s);
+        store(columns + i * C + s, below[s / VL]);
+      }
+    float from = 0;
     for (int i = C - 1; i >= 0; i--) {
       from += b.starts[i];
       float across = 0;
-      for (int s = 0; s < C; s++) below[s] += b.pairs[i * C + s];
-      for (int s = 0; s < i; s++) across += below[s];
+      for (int s = 0; s < i; s++) across += columns[i * C + s];
       dlog_beta[i] = from + across;
     }
   }

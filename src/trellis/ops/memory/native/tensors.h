@@ -85,14 +85,15 @@ static inline void read_rows(
   }
 }
 
-// Ask for the rows that the next chunk will read.
+// Ask for rows ahead of their use; WRITE: they will be written.
+template <bool WRITE = false>
 static inline void prefetch_rows(
     const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, int n) {
   const int size = x.type == FLOAT32 ? 4 : 2;
   const char* at = static_cast<const char*>(x.data) +
                    size * (batch * x.batch + token * x.token + head * x.head);
   for (int t = 0; t < count; t++)
-    for (int i = 0; i < n * size; i += 64) __builtin_prefetch(at + size * t * x.token + i);
+    for (int i = 0; i < n * size; i += 64) __builtin_prefetch(at + size * t * x.token + i, WRITE);
 }
 
 static inline void write_rows(

@@ -1,0 +1,89 @@
+"""Timing in alternation, and the peak memory of a function in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class Timing:
+    times: list[float]  # seconds
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    def __str__(self) -> str:
+        low, high = min(self.times) * 1e3, max(self.times) * 1e3
+        digits = 0 if low >= 100 else 1 if low >= 1 else 3
+        return f"{self.median * 1e3:.{digits}f} ms ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+    """Run all functions once to warm up, then in turn for some rounds. Noise hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            gc.collect()
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: Timing(seconds) for name, seconds in times.items()}
+
+
+def peak_bytes() -> int:
+    """The highest resident size of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; getrusage would count the parent's size before the exec as well
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int:
+    """The resident size of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def reset_peak() -> None:
+    """Start counting the peak from the present size (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def in_fresh_process(module: str, *arguments: str) -> dict:
+    """Run `python -m module arguments`, which prints one line of JSON last, and return that."""
+    command = [sys.executable, "-m", module, *arguments]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    if out.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{out.stderr}")
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def gemm_rate(size: int = 2048, rounds: int = 10) -> float:
+    """Multiply-adds per second of a large fp32 matrix product, the best of some rounds."""
+    a, b = torch.randn(2, size, size)
+    best = min(alternate({"gemm": lambda: a @ b}, rounds)["gemm"].times)
+    return size**3 / best
+
+
+def copy_rate(megabytes: int = 512, rounds: int = 8) -> float:
+    """Bytes per second that a plain large copy reads and writes, the best of some rounds."""
+    source = torch.ones(megabytes * 2**18)
+    target = torch.empty_like(source)
+    best = min(alternate({"copy": lambda: target.copy_(source)}, rounds)["copy"].times)
+    return 2 * source.numel() * 4 / best
