@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-slow lint format typecheck wheel bench clean
+.PHONY: setup demo test test-slow test-sanitize lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,13 @@ test: setup
 # What takes longer, such as the wheel in a clean environment.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# The kernel's tests with the compiler's address and undefined-behaviour sanitizers.
+test-sanitize: setup
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 TRELLIS_NATIVE_TARGET=sanitize OMP_NUM_THREADS=2 \
+	$(BIN)/python -m pytest tests/ops/memory/test_backends.py tests/ops/memory/test_chaining.py \
+		tests/ops/memory/test_edges.py -k "not all_equal"
 
 lint: setup
 	$(BIN)/ruff check .

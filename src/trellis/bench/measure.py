@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Timing:
         return f"{self.median * 1e3:.{digits}f} ms ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+def alternate(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
     """Run all functions once to warm up, then in turn for some rounds. Noise hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():

@@ -170,15 +170,16 @@ def trellis_memory_step(
 ) -> tuple[Tensor, MemoryState]:
     """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
 
-    Returns y [B, H, V] and the state after the token. Where gradients or a backend are asked for
-    it is `trellis_memory` with one token; else a short path of its own.
+    Returns y [B, H, V] and the state after the token. The chunked backend has a short path for it
+    where no gradients are needed; else it is `trellis_memory` with one token.
     """
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     _check_memory(q, k, v, alpha, log_betas, gammas, phi, f, psi, value_pass, "[B,H")
     count = effective_minibatch(mode, minibatch)
     state = _memory_state(initial_state)
     inputs = (q, k, v, alpha, *log_betas, *gammas)
-    if backend != "auto" or _wants_gradients((*inputs, *(state or ()))):
+    backend = choose(backend, (t[:, None] for t in inputs), two_passes=True)
+    if backend != "chunked" or _wants_gradients((*inputs, *(state or ()))):
         y, final = trellis_memory(
             q[:, None], k[:, None], v[:, None], alpha[:, None],
             (log_betas[0][:, None], log_betas[1][:, None]),

@@ -23,11 +23,19 @@ from pathlib import Path
 from ... import checks
 
 HERE = Path(__file__).parent
-SOURCES = ("memory.cpp", "pass.h", "activations.h", "gemm.h", "simd.h", "tensors.h")
+SOURCES = ("memory.cpp", "pass.h", "activations.h", "gemm.h", "simd.h", "step.h", "tensors.h")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
 #: What CPU to compile for; the tests set others that run here.
-TARGETS = {"native": ("-march=native",), "avx2": ("-mavx2", "-mfma"), "portable": ()}
+TARGETS = {
+    "native": ("-march=native",),
+    "avx2": ("-mavx2", "-mfma"),
+    "portable": (),
+    "sanitize": (
+        "-march=native", "-O1", "-g", "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ),
+}  # fmt: skip
 
 
 class NoKernel(RuntimeError):
@@ -70,23 +78,23 @@ def find_compiler() -> str:
     )
 
 
-def library(target: str = "native", extra: tuple[str, ...] = ()) -> Path:
+def library(target: str = "native") -> Path:
     """The path of the compiled kernel, compiled now unless it is in the cache.
 
     Raises NoKernel, whatever goes wrong.
     """
     checks.choice("TRELLIS_NATIVE_TARGET", target, tuple(TARGETS))
     try:
-        return _library(target, extra)
+        return _library(target)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NoKernel):
             raise
         raise NoKernel(f"the kernel could not be compiled: {error}") from error
 
 
-def _library(target: str, extra: tuple[str, ...]) -> Path:
+def _library(target: str) -> Path:
     compiler = find_compiler()
-    flags = (*FLAGS, *TARGETS[target], *extra)
+    flags = (*FLAGS, *TARGETS[target])
     folder = private_folder(cache_folder())
     path = folder / f"memory-{_key(compiler, flags)}.so"
     if path.exists():

@@ -5,7 +5,11 @@
 #include <memory>
 #include <new>
 #include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #include "pass.h"
+#include "step.h"
 #include "tensors.h"
 
 struct Sequence {
@@ -37,7 +41,11 @@ namespace {
 
 struct Buffer {
   explicit Buffer(size_t floats) {
-    if (posix_memalign(reinterpret_cast<void**>(&data), 64, 4 * floats + 64)) throw std::bad_alloc();
+    const size_t page = size_t(1) << 21, bytes = (4 * floats + page - 1) / page * page;
+    if (posix_memalign(reinterpret_cast<void**>(&data), page, bytes)) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    madvise(data, bytes, MADV_HUGEPAGE);  // fewer misses in the translation of addresses
+#endif
     std::memset(data, 0, 4 * floats);
   }
   ~Buffer() { std::free(data); }
@@ -207,6 +215,7 @@ struct Runner {
     float *y = take(C * widest()), *lanes = take(C * widest()), *lanes2 = take(C * widest());
     float *scratch = take(C * widest()), *scores = take(C * C);
     a.memory = head.first, b.memory = head.second;
+    a.u = a.z, b.u = b.z;  // of no use here once they are written
     a.anchor = head.first_anchor, b.anchor = head.second_anchor;
     const int64_t h = head.h;
     const size_t both = memory1() + memory2();
@@ -431,7 +440,77 @@ struct Runner {
   }
 };
 
+// One token for each sequence, none of it saved: a step of decoding, straight on the states.
+struct Step {
+  const Problem& p;
+  Mask mask1, mask2, mask_d2;
+  explicit Step(const Problem& p) : p(p), mask1(p.m1), mask2(p.m2), mask_d2(p.d2) {}
+
+  static bool fits(const Problem& p) {
+    if (p.saved) return false;
+    for (int64_t n = 0; n < p.sequences; n++)
+      if (p.sequence[n].length != 1) return false;
+    return true;
+  }
+
+  static float* row_of(const Tensor& x, const Sequence& s, int64_t h, float* out, int n) {
+    std::memset(out, 0, 4 * WIDEST);
+    read_row(x, s.batch * x.batch + s.token * x.token + h * x.head, out, n);
+    return out;
+  }
+
+  void head(int64_t n, int64_t h) const {
+    const Sequence& s = p.sequence[n];
+    const bool stale = p.minibatch > 1;
+    alignas(64) float q[WIDEST], x[WIDEST], target[WIDEST], z[WIDEST], u[WIDEST], y[WIDEST];
+    float log_beta, gamma;
+    auto of = [&](float* state, int64_t size) { return state + (n * p.heads + h) * size; };
+    auto gate = [&](const Tensor& t, float& value) {
+      read_row(t, s.batch * t.batch + s.token * t.token + h * t.head, &value, 1);
+    };
+    // Where a mini-batch starts, Python has made the anchor a copy of the memory.
+    auto write = [&](const float* memory, const float* anchor, float* next, float* next_anchor,
+                     int phi, int m, int d, const float* mask) {
+      const Width w = {m, padded(m), mask};
+      step_write(memory, stale ? anchor : memory, next, x, target, log_beta, gamma, phi, w, d, z, u);
+      if (stale) std::memcpy(next_anchor, anchor, 4 * size_t(m) * d);
+    };
+    const int64_t size1 = p.m1 * p.d1, size2 = p.m2 * p.d2;
+    row_of(p.x1, s, h, x, p.d1), row_of(p.t1, s, h, target, p.m1);
+    gate(p.log_beta1, log_beta), gate(p.gamma1, gamma);
+    float* first = of(p.final.first, size1);
+    write(of(p.start.first, size1), stale ? of(p.start.first_anchor, size1) : nullptr, first,
+          stale ? of(p.final.first_anchor, size1) : nullptr, p.phi1, p.m1, p.d1, mask1.on);
+    row_of(p.q, s, h, q, p.d1);
+    std::memset(y, 0, sizeof y);
+    step_read(first, q, y, p.m1, p.d1);
+    activate(p.f, y, q, {int(p.m1), padded(p.m1), mask1.on});
+
+    row_of(p.x2, s, h, x, p.d2), row_of(p.t2, s, h, target, p.m2);
+    gate(p.log_beta2, log_beta), gate(p.gamma2, gamma);
+    float* second = of(p.final.second, size2);
+    write(of(p.start.second, size2), stale ? of(p.start.second_anchor, size2) : nullptr, second,
+          stale ? of(p.final.second_anchor, size2) : nullptr, p.phi2, p.m2, p.d2, mask2.on);
+    std::memset(y, 0, sizeof y);
+    const int width = p.transposed ? p.d2 : p.m2;
+    if (p.transposed)
+      step_read_transposed(second, q, y, p.m2, p.d2);
+    else
+      step_read(second, q, y, p.m2, p.d2);
+    activate(p.psi, y, y, {width, padded(width), p.transposed ? mask_d2.on : mask2.on});
+    write_row(p.y, s.batch * p.y.batch + s.token * p.y.token + h * p.y.head, y, width);
+  }
+
+  int run() const {
+    const int64_t tasks = p.sequences * p.heads;
+#pragma omp parallel for num_threads(p.threads) schedule(static)
+    for (int64_t i = 0; i < tasks; i++) head(i / p.heads, i % p.heads);
+    return 0;
+  }
+};
+
 int run(const Problem& p, bool forwards) {
+  if (forwards && Step::fits(p)) return Step(p).run();
   const bool square64 = padded(p.d1) == 64 && padded(p.m1) == 64 && padded(p.d2) == 64 &&
                         padded(p.m2) == 64;
   return square64 ? Runner<64>(p).run(forwards) : Runner<0>(p).run(forwards);
