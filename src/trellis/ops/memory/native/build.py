@@ -25,7 +25,7 @@ from ... import checks
 HERE = Path(__file__).parent
 SOURCES = ("memory.cpp", "pass.h", "activations.h", "gemm.h", "simd.h", "step.h", "tensors.h")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-fopenmp")
 #: What CPU to compile for; the tests set others that run here.
 TARGETS = {
     "native": ("-march=native",),
