@@ -26,7 +26,7 @@ struct Problem {
   int64_t phi1, phi2, f, psi;
   int64_t transposed;      // the value pass reads with the transpose
   int64_t minibatch;       // 1: exact
-  int64_t segment;         // tokens between saved memories, a multiple of the minibatch and of 16
+  int64_t segment;         // tokens between saved memories, a multiple of the minibatch
   int64_t shared_target;   // both passes have the same target: its gradients are added up
   const Sequence* sequence;
   Tensor q, x1, t1, x2, t2, log_beta1, gamma1, log_beta2, gamma2;
