@@ -26,7 +26,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Sizes of keys, values and codes that the kernel takes.
 WIDEST = 256
 #: Tokens between two saved memories, where the mini-batch allows.
-SEGMENT_TOKENS = 128
+SEGMENT_TOKENS = 192
 CHUNK = 16
 MADV_HUGEPAGE = 14
 
