@@ -119,22 +119,33 @@ struct Runner {
     read_gate(p.gamma2, s.batch, token, h, count, b.gamma, 0);
   }
 
-  void prefetch_inputs(const Sequence& s, int64_t h, int64_t at, int64_t last) const {
-    const int64_t token = s.token + at - s.offset;
-    const int count = std::clamp<int64_t>(last - at, 0, C);
-    prefetch_rows(p.q, s.batch, token, h, count, p.d1);
-    prefetch_rows(p.x1, s.batch, token, h, count, p.d1);
-    prefetch_rows(p.t1, s.batch, token, h, count, p.m1);
-    prefetch_rows(p.x2, s.batch, token, h, count, p.d2);
-    if (!p.shared_target) prefetch_rows(p.t2, s.batch, token, h, count, p.m2);
+  // The chunk to be read next. Its rows are asked for one by one during the substitution, which
+  // leaves the memory idle; all at once they would stall.
+  struct Ahead {
+    int64_t batch, token, h;
+    int count;
+  };
+
+  static Ahead ahead(const Sequence& s, int64_t h, int64_t at, int64_t last) {
+    return {s.batch, s.token + at - s.offset, h, int(std::clamp<int64_t>(last - at, 0, C))};
+  }
+
+  void prefetch(const Ahead& next, int t) const {
+    if (t >= next.count) return;
+    prefetch_rows(p.q, next.batch, next.token + t, next.h, 1, p.d1);
+    prefetch_rows(p.x1, next.batch, next.token + t, next.h, 1, p.d1);
+    prefetch_rows(p.t1, next.batch, next.token + t, next.h, 1, p.m1);
+    prefetch_rows(p.x2, next.batch, next.token + t, next.h, 1, p.d2);
+    if (!p.shared_target) prefetch_rows(p.t2, next.batch, next.token + t, next.h, 1, p.m2);
   }
 
   // The writes of both passes. Their substitutions do not depend on each other, so they run side
   // by side and hide each other's latency.
-  void write(Chunk& a, Chunk& b) const {
+  void write(Chunk& a, Chunk& b, const Ahead& next) const {
     one.prepare(a);
     two.prepare(b);
     for (int t = 0; t < C; t++) {
+      prefetch(next, t);
       one.substitute(a, t);
       two.substitute(b, t);
     }
@@ -235,11 +246,7 @@ struct Runner {
       }
       read_inputs(a, b, q, s, h, at, count);
       prefetch_rows<true>(p.y, s.batch, s.token + at - s.offset, h, count, y_width());
-      if (end < until)
-        prefetch_inputs(s, h, end, until);
-      else
-        prefetch_inputs(s, next.h, next.at, last);
-      write(a, b);
+      write(a, b, end < until ? ahead(s, h, end, until) : ahead(s, next.h, next.at, last));
       const int broken1 = one.contain(a), broken2 = two.contain(b);
       one.read(a, q, yhat, qm, scores);
       for (int t = 0; t < C; t++)
@@ -340,8 +347,7 @@ struct Runner {
         a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
       }
       read_inputs(a, b, qs[chunks], s, h, at, end - at);
-      prefetch_inputs(s, h, end, stop);
-      write(a, b);
+      write(a, b, ahead(s, h, end, stop));
     }
     for (int i = chunks - 1; i >= 0; i--) {
       const Chunk &a = as[i], &b = bs[i];
