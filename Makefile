@@ -50,6 +50,7 @@ wheel: setup
 
 bench: setup
 	$(BIN)/trellis bench ops --out runs/bench
+	$(BIN)/python benchmarks/chunked_op.py
 	$(BIN)/python benchmarks/stream.py --figure docs/figures/stream.png
 
 clean:
