@@ -33,6 +33,18 @@ def test_bench_ops_prints_tables_and_writes_files(tmp_path, monkeypatch):
     assert "threads" in text
 
 
+def test_a_peer_that_fails_is_named_and_left_out(monkeypatch):
+    def broken(sizes, tokens):
+        raise RuntimeError("no GPU")
+
+    ours = "trellis exact, native"
+    monkeypatch.setattr(peers, "ALL", {"broken": broken, ours: peers.ALL[ours]})
+    lines = []
+    made = ops._runnable(peers.Sizes(batch=1, heads=1, size=16), 32, lines.append)
+    assert list(made) == [ours]
+    assert lines == ["| 32 | | broken | does not run here: no GPU | |"]
+
+
 def test_timing_alternates():
     order = []
     timings = measure.alternate({n: lambda n=n: order.append(n) for n in "ab"}, 3)

@@ -54,7 +54,7 @@ def run(
     report("|---|---|---|---|---|")
     for tokens in lengths:
         for what, action, _ in PASSES:
-            made = {n: make(sizes, tokens) for n, make in peers.ALL.items() if fits(n, tokens)}
+            made = _runnable(sizes, tokens, report)
             calls = {name: _bound(action, one) for name, one in made.items()}
             timings = measure.alternate(calls, rounds)
             base = timings.get("SDPA causal")
@@ -68,6 +68,27 @@ def run(
     result["decoding"] = _decoding(contexts, rounds, report)
     result["memory"] = _memory(memory_tokens, report)
     return result
+
+
+def _runnable(
+    sizes: peers.Sizes, tokens: int, report: Callable[[str], None]
+) -> dict[str, peers.Made]:
+    """The ops of this length. A peer that fails is named and left out, not fatal."""
+    made = {}
+    for name, make in peers.ALL.items():
+        if not fits(name, tokens):
+            continue
+        try:
+            one = make(sizes, tokens)
+            peers.forward(one)
+        except Exception as error:
+            if name in peers.OURS:
+                raise
+            why = (str(error) or type(error).__name__).splitlines()[0][:80]
+            report(f"| {tokens} | | {name} | does not run here: {why} | |")
+            continue
+        made[name] = one
+    return made
 
 
 def _alone(
