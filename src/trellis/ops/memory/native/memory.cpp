@@ -531,7 +531,4 @@ int trellis_forward(const Problem* p) { return run(*p, true); }
 int trellis_backward(const Problem* p) { return run(*p, false); }
 
 int trellis_vector_length() { return VL; }
-int64_t trellis_saved_floats(const Problem* p) {
-  return int64_t(padded(p->d1)) * padded(p->m1) + int64_t(padded(p->d2)) * padded(p->m2);
-}
 }

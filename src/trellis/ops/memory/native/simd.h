@@ -22,8 +22,6 @@ INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 INLINE void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
 INLINE vf splat(float x) { return x - vf{}; }  // x - 0 is x; x + 0 would lose -0
 INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
-INLINE vf vmin(vf a, vf b) { return select(a < b, a, b); }
-INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
 INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 // The sum of all lanes, by halves.
