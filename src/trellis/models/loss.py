@@ -14,20 +14,20 @@ IGNORED = -100
 
 def next_token_loss(
     hidden: Tensor,
-    labels: Tensor,
+    targets: Tensor,
     head: Callable[[Tensor], Tensor],
     *,
     chunk: int,
     count: Tensor | int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of predicting labels[:, t + 1] from hidden[:, t].
+    """Mean cross-entropy of predicting targets[:, t] from hidden[:, t].
 
-    hidden [B, T, dim], labels [B, T] with -100 where nothing is to be predicted. Logits are made
+    hidden [B, T, dim], targets [B, T] with -100 where nothing is to be predicted. Logits are made
     for `chunk` tokens at a time and made again in the backward. `count` replaces the number of
     predicted tokens as the divisor. Without any token to predict the loss is NaN, as in torch.
     """
-    flat = hidden[:, :-1].flatten(0, 1)
-    targets = labels[:, 1:].flatten()
+    flat = hidden.flatten(0, 1)
+    targets = targets.flatten()
     predicted = targets != IGNORED
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, flat.shape[0], chunk):

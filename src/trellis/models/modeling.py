@@ -224,6 +224,7 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         past_key_values: TrellisCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        targets: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
@@ -234,6 +235,9 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token, and the loss if `labels` [B, T] are given (-100: none).
 
+        `targets` [B, T], in place of labels, are shifted already: targets[:, t] is what token t
+        is to predict, also where that lies beyond the input. They are taken as they are: what
+        must not be predicted, such as the first token of another document, is -100 there.
         The loss never holds the logits of more than `config.loss_tokens` tokens. The logits
         returned are those of the last `logits_to_keep` tokens, or at its indices; 0 returns all.
         By default a call with labels returns all logits if they are those of one such chunk, and
@@ -243,7 +247,9 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         _refuse_misspelt(kwargs, type(self).forward)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        whole = labels is not None or output_hidden_states or not isinstance(logits_to_keep, int)
+        name = "targets" if labels is None else "labels"
+        targets = self._targets(labels, targets, attention_mask, cu_seqlens)
+        whole = targets is not None or output_hidden_states or not isinstance(logits_to_keep, int)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -256,7 +262,9 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             return_dict=True,
         )
         hidden = outputs.last_hidden_state
-        if logits_to_keep is None and (labels is None or labels.numel() <= self.config.loss_tokens):
+        if logits_to_keep is None and (
+            targets is None or targets.numel() <= self.config.loss_tokens
+        ):
             logits_to_keep = 0
         logits = None
         if isinstance(logits_to_keep, int):
@@ -264,16 +272,16 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         elif logits_to_keep is not None:
             logits = self.lm_head(hidden[:, logits_to_keep])
         loss = None
-        if labels is not None:
-            if labels.shape != hidden.shape[:2]:
+        if targets is not None:
+            if targets.shape != hidden.shape[:2]:
                 raise ValueError(
-                    f"labels must have shape [B,T] = {list(hidden.shape[:2])}; "
-                    f"got {list(labels.shape)}"
+                    f"{name} must have shape [B,T] = {list(hidden.shape[:2])}; "
+                    f"got {list(targets.shape)}"
                 )
-            have_all = logits is not None and logits.shape[:2] == labels.shape
+            have_all = logits is not None and logits.shape[:2] == targets.shape
             loss = next_token_loss(
                 logits if have_all and logits is not None else hidden,
-                _predictable(labels, attention_mask, cu_seqlens),
+                targets,
                 nn.Identity() if have_all else self.lm_head,
                 chunk=self.config.loss_tokens,
                 count=num_items_in_batch,
@@ -285,6 +293,20 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
         return output if _as_dict(return_dict, self.config) else output.to_tuple()
+
+    @staticmethod
+    def _targets(
+        labels: Tensor | None,
+        targets: Tensor | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor | None:
+        """What every token is to predict, -100 where nothing."""
+        if labels is None:
+            return targets
+        if targets is not None:
+            raise ValueError("only one of labels and targets can be given")
+        return F.pad(_predictable(labels, attention_mask, cu_seqlens)[:, 1:], (0, 1), value=IGNORED)
 
     def prepare_inputs_for_generation(
         self,
