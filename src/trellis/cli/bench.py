@@ -1,56 +1,19 @@
-"""The `trellis` command: parses, calls, prints."""
+"""`trellis bench`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Table
-except ModuleNotFoundError as error:
-    sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
+import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def trellis() -> None:
-    """Sequence models whose memory is bounded and learns while it reads."""
-
-
-@app.command()
-def models(
-    names: Annotated[list[str] | None, typer.Argument(help="Presets; all by default.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 50257,
-) -> None:
-    """Parameters and state of every mixer at the paper's sizes."""
-    from .mixers import MIXERS
-    from .models.presets import PRESETS, describe
-
-    table = Table("preset", "mixer", "blocks", "width", "heads", "MLP", "parameters",
-                  "without embeddings", "state per sequence")  # fmt: skip
-    for name in names or PRESETS:
-        for mixer in MIXERS:
-            row = describe(name, mixer, vocab_size=vocab_size)
-            size = "grows" if row.state_bytes is None else f"{row.state_bytes / 2**20:.2f} MiB"
-            table.add_row(
-                name, mixer, str(row.blocks), str(row.width), str(row.heads), str(row.mlp),
-                f"{row.parameters:,}", f"{row.parameters - row.embeddings:,}", size,
-            )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-
-
-bench = typer.Typer(no_args_is_help=True, help="Time and memory beside peers, in one run.")
-app.add_typer(bench, name="bench")
+app = typer.Typer(no_args_is_help=True, help="Time and memory beside peers, in one run.")
 Out = Annotated[Path | None, typer.Option(help="Folder for a JSON file and a figure.")]
 Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
 
 
-@bench.command("ops")
+@app.command("ops")
 def bench_ops(
     lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
     contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1024,65536",
@@ -60,7 +23,7 @@ def bench_ops(
     out: Out = None,
 ) -> None:
     """The memory op beside attention, Gated DeltaNet and Mamba2."""
-    from .bench import ops
+    from ..bench import ops
 
     _set_threads(threads)
     result = ops.run(_numbers("lengths", lengths), _numbers("contexts", contexts), memory, rounds,
@@ -69,7 +32,7 @@ def bench_ops(
         _keep(out, "bench-ops", result, ops.draw)
 
 
-@bench.command("model")
+@app.command("model")
 def bench_model(
     preset: Annotated[str, typer.Option(help="Model size.")] = "125m",
     lengths: Annotated[str, typer.Option(help="Training contexts.")] = "512,2048",
@@ -79,7 +42,7 @@ def bench_model(
     out: Out = None,
 ) -> None:
     """Training and decoding of a whole model, with Trellis and with attention."""
-    from .bench import model
+    from ..bench import model
 
     _set_threads(threads)
     result = model.run(preset, _numbers("lengths", lengths), _numbers("contexts", contexts),
@@ -111,14 +74,3 @@ def _keep(folder: Path, name: str, result: dict[str, Any], draw: Any) -> None:
     if draw is not None:
         draw(result, folder / f"{name}.png")
     typer.echo(f"\nwritten to {folder}")
-
-
-def main() -> None:
-    try:
-        app()
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"trellis: {error}")
-
-
-if __name__ == "__main__":
-    main()
