@@ -14,6 +14,7 @@ import sys
 
 import torch
 
+from trellis import machine
 from trellis.bench import measure, peers
 
 OPS = {
@@ -26,11 +27,11 @@ OPS = {
 def peak(name: str, tokens: int) -> None:
     """In a fresh process: all that a forward and backward need, inputs and gradients included."""
     peers.both_ways(OPS[name](peers.Sizes(), 64))  # loads libraries and starts threads
-    before = measure.peak_bytes()
+    before = machine.peak_bytes()
     made = OPS[name](peers.Sizes(), tokens)
     peers.both_ways(made)
     given = sum(2 * leaf.numel() * leaf.element_size() for leaf in made[1])
-    print(json.dumps({"peak": measure.peak_bytes() - before, "given": given}))
+    print(json.dumps({"peak": machine.peak_bytes() - before, "given": given}))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from trellis import TrellisConfig, TrellisForCausalLM
-from trellis.bench.measure import peak_bytes
+from trellis.machine import peak_bytes
 
 
 def main() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -44,27 +42,6 @@ def alternate(functions: Mapping[str, Callable[[], object]], rounds: int) -> dic
     return {name: Timing(seconds) for name, seconds in times.items()}
 
 
-def peak_bytes() -> int:
-    """The highest resident size of this process so far."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would count the parent's size before the exec as well
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def resident_bytes() -> int:
-    """The resident size of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def reset_peak() -> None:
-    """Start counting the peak from the present size (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def in_fresh_process(module: str, *arguments: str) -> dict:
     """Run `python -m module arguments`, which prints one line of JSON last, and return that."""
     command = [sys.executable, "-m", module, *arguments]
@@ -72,13 +49,6 @@ def in_fresh_process(module: str, *arguments: str) -> dict:
     if out.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{out.stderr}")
     return json.loads(out.stdout.splitlines()[-1])
-
-
-def gemm_rate(size: int = 2048, rounds: int = 10) -> float:
-    """Multiply-adds per second of a large fp32 matrix product, the best of some rounds."""
-    a, b = torch.randn(2, size, size)
-    best = min(alternate({"gemm": lambda: a @ b}, rounds)["gemm"].times)
-    return size**3 / best
 
 
 def copy_rate(megabytes: int = 512, rounds: int = 8) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .. import machine
 from ..ops import MemoryState, trellis_memory_step
 from . import measure, peers
 
@@ -38,7 +39,7 @@ def run(
 ) -> dict[str, Any]:
     """All measurements; `report` receives a line of a Markdown table at a time."""
     sizes = peers.Sizes()
-    rate = measure.gemm_rate()
+    rate = machine.gemm_rate()
     result: dict[str, Any] = {
         "sizes": vars(sizes),
         "threads": torch.get_num_threads(),
@@ -171,13 +172,13 @@ def peak(name: str, tokens: int) -> dict[str, int]:
     made = peers.ALL[name](peers.Sizes(), tokens)
     call, leaves = made
     inputs = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    measure.reset_peak()
-    before = measure.resident_bytes()
+    machine.reset_peak()
+    before = machine.resident_bytes()
     y = call()
     y.backward(torch.ones_like(y))
     # The output and its gradient, and one gradient for each input, are expected.
     expected = 2 * y.numel() * y.element_size() + inputs
-    return {"beyond": measure.peak_bytes() - before - expected, "inputs": inputs}
+    return {"beyond": machine.peak_bytes() - before - expected, "inputs": inputs}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

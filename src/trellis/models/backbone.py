@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..mixers import build_mixer
 from ..mixers.base import State
+from .carry import Carried
 
 
 class SwiGLU(nn.Module):
@@ -37,8 +38,10 @@ class Block(GradientCheckpointingLayer):
         self.mlp = SwiGLU(dim, width)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: State | Carried | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, State]:
+        if isinstance(state, Carried):
+            state = state.fill(self.mixer.init_state(state.sequences))
         mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state

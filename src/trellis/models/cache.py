@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import os
-import tempfile
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..files import write_whole
 from ..mixers.base import State
 from ..mixers.state_tree import map_tensors, named_tensors, rebuild
 
@@ -155,7 +155,7 @@ class TrellisCache(Cache):
             "seen": str(self.seen),
             "sha256": _checksum(tensors),
         }
-        _write_whole(Path(path), to_safetensors(tensors, metadata=content))
+        write_whole(Path(path), to_safetensors(tensors, metadata=content))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: TrellisPreTrainedModel) -> TrellisCache:
@@ -205,22 +205,3 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 def tensor_bytes(tensor: Tensor) -> Any:
     """The tensor's memory as a buffer of bytes."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write beside the target, then rename: what was there stays until the new file is whole."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as for any new file; mkstemp's is for its owner alone
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -18,7 +18,7 @@ def next_token_loss(
     head: Callable[[Tensor], Tensor],
     *,
     chunk: int,
-    count: Tensor | int | None = None,
+    count: Tensor | float | None = None,
 ) -> Tensor:
     """Mean cross-entropy of predicting targets[:, t] from hidden[:, t].
 

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..ops import checks
 from .backbone import Block
 from .cache import TrellisCache, tensor_bytes
+from .carry import Relay
 from .config import TrellisConfig
 from .loss import IGNORED, next_token_loss
 from .padding import packing_of
@@ -97,6 +98,7 @@ class TrellisModel(TrellisPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         hidden_to_keep: int = 0,
+        relay: Relay | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
@@ -105,7 +107,8 @@ class TrellisModel(TrellisPreTrainedModel):
         input_ids [B, T], or inputs_embeds [B, T, dim]. attention_mask [B, T], 0 at padding, left
         or right; with a cache it may also cover the tokens read before. cu_seqlens [N+1] makes
         one row (B = 1) a pack of N sequences. hidden_to_keep returns only that many of the last
-        hidden states (0: all). Positions follow from the order of the tokens: `position_ids`,
+        hidden states (0: all). `relay`, instead of a cache, hands states into and out of every
+        layer; the training loop carries them across steps and processes with it. Positions follow from the order of the tokens: `position_ids`,
         which generate() passes, are not used.
         """
         _refuse_misspelt(kwargs, type(self).forward)
@@ -119,10 +122,17 @@ class TrellisModel(TrellisPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         sequences = self._check_inputs(given, attention_mask, cache, cu_seqlens)
+        if relay is not None and (use_cache or attention_mask is not None):
+            raise ValueError("relay cannot be given together with a cache or an attention_mask")
         if attention_mask is not None:
             attention_mask = attention_mask[:, attention_mask.shape[1] - tokens :]
 
-        whole = torch.is_grad_enabled() or cu_seqlens is not None or output_hidden_states
+        whole = (
+            torch.is_grad_enabled()
+            or cu_seqlens is not None
+            or relay is not None
+            or output_hidden_states
+        )
         size = tokens if whole else self.config.segment_size
         if cache is None and (use_cache or tokens > size):
             cache = self.init_cache(sequences)
@@ -132,7 +142,7 @@ class TrellisModel(TrellisPreTrainedModel):
             part = slice(start, start + size)
             x = self.embed_tokens(input_ids[:, part]) if input_ids is not None else given[:, part]
             mask = attention_mask[:, part] if attention_mask is not None else None
-            x, all_hidden = self._read(x, mask, cache, cu_seqlens, bool(output_hidden_states))
+            x, all_hidden = self._read(x, mask, cache, cu_seqlens, relay, bool(output_hidden_states))
             if start + x.shape[1] > first_kept or tokens == 0:
                 kept.append(self.norm(x[:, max(first_kept - start, 0) :]))
         hidden = kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
@@ -185,6 +195,7 @@ class TrellisModel(TrellisPreTrainedModel):
         mask: Tensor | None,
         cache: TrellisCache | None,
         cu_seqlens: Tensor | None,
+        relay: Relay | None,
         output_hidden_states: bool,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """One segment through all blocks. Updates the cache."""
@@ -194,9 +205,16 @@ class TrellisModel(TrellisPreTrainedModel):
             x, cu_seqlens = packing.pack(x), packing.cu_seqlens
         trace, states = [x], []
         for i, block in enumerate(self.layers):
-            x, state = block(x, None if cache is None else cache.states[i], cu_seqlens)
+            before = None
+            if cache is not None:
+                before = cache.states[i]
+            elif relay is not None:
+                before = relay.before(i)
+            x, state = block(x, before, cu_seqlens)
             if cache is not None:
                 states.append(state)
+            elif relay is not None:
+                x = relay.after(i, state, x)
             if output_hidden_states:
                 trace.append(x)
         if cache is not None:  # all at once: an interrupted call leaves the cache as it was
@@ -229,7 +247,8 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        relay: Relay | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
@@ -259,6 +278,7 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
             hidden_to_keep=0 if whole else logits_to_keep,
+            relay=relay,
             return_dict=True,
         )
         hidden = outputs.last_hidden_state
