@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from .. import checks
+from ..environment import VARIABLE, asked_backend, constant_when_compiled
+from ..native.build import NoKernel
 
 #: "triton" is the place of a GPU kernel; it is refused until there is one.
 BACKENDS = ("auto", "reference", "chunked", "native", "triton")
-VARIABLE = "TRELLIS_BACKEND"
 
 log = logging.getLogger("trellis")
-
-
-def _constant_when_compiled(function: Callable[[], str]) -> Callable[[], str]:
-    """What torch.compiler.assume_constant_result does, without importing the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
@@ -35,8 +29,8 @@ def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
     """
     checks.choice("backend", backend, BACKENDS)
     named = "backend"
-    if backend == "auto" and _environment() != "auto":
-        backend, named = _environment(), VARIABLE
+    if backend == "auto" and asked_backend() != "auto":
+        backend, named = asked_backend(), VARIABLE
         checks.choice(named, backend, BACKENDS)
     if backend == "triton":
         raise NotImplementedError(
@@ -53,8 +47,6 @@ def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
             raise ValueError(f"{named}='native' cannot run here: {reason}")
         missing = _missing_kernel()
         if missing:
-            from .native.build import NoKernel
-
             raise NoKernel(f"{named}='native' cannot run here: {missing}")
         return "native"
     return "chunked" if reason or _missing_kernel() else "native"
@@ -76,12 +68,7 @@ def unfit(tensors: Iterable[Tensor], two_passes: bool) -> str | None:
     return None
 
 
-@_constant_when_compiled
-def _environment() -> str:
-    return os.environ.get(VARIABLE, "auto")
-
-
-@_constant_when_compiled
+@constant_when_compiled
 def _missing_kernel() -> str:
     """Why there is no kernel; empty if there is. Compiles it at the first call."""
     return _load_kernel()
@@ -89,7 +76,6 @@ def _missing_kernel() -> str:
 
 @functools.cache
 def _load_kernel() -> str:
-    from .native.build import NoKernel
     from .native.library import kernel
 
     try:

@@ -6,14 +6,15 @@ from tests.support import problem, relative_rms
 
 from trellis.mixers import build_mixer
 from trellis.ops import compress, trellis_memory
-from trellis.ops.memory.native import build, library
+from trellis.ops.memory.native import library
+from trellis.ops.native import build
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
 
 @pytest.fixture(params=["native", "avx2", "portable"])
 def target(request, monkeypatch):
-    loaded = library.load(build.library(request.param))
+    loaded = library.declared(build.open_library(build.library(library.SOURCE, request.param)))
     monkeypatch.setattr(library, "kernel", lambda: loaded)
     return request.param, loaded.trellis_vector_length()
 

@@ -1,1 +1,1 @@
-"""The fused CPU kernel: its build (build.py) and its registration with PyTorch (library.py)."""
+"""The fused CPU kernel of the memory, and its registration with PyTorch (library.py)."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import sys
-from ctypes import POINTER, Structure, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ... import checks
+from ...native import build
+from ...native.pages import in_large_pages
 from ..library import refuse_double_backward
 from ..start import checked_offsets
-from . import build
 
+SOURCE = build.Source(
+    "memory",
+    Path(__file__).parent,
+    headers=("pass.h", "activations.h", "gemm.h", "step.h", "tensors.h"),
+    shared=("simd.h",),
+)
 CODES = {
     name: code
     for code, name in enumerate(
@@ -28,7 +34,6 @@ WIDEST = 256
 #: Tokens between two saved memories, where the mini-batch allows.
 SEGMENT_TOKENS = 192
 CHUNK = 16
-MADV_HUGEPAGE = 14
 
 
 class _Tensor(Structure):
@@ -67,14 +72,10 @@ class _Problem(Structure):
 @functools.cache
 def kernel() -> ctypes.CDLL:
     """The loaded library. Raises build.NoKernel where there is none."""
-    return load(build.library(os.environ.get("TRELLIS_NATIVE_TARGET", "native")))
+    return declared(build.load(SOURCE))
 
 
-def load(path: os.PathLike[str]) -> ctypes.CDLL:
-    try:
-        loaded = ctypes.CDLL(os.fspath(path))
-    except OSError as error:
-        raise build.NoKernel(f"cannot load the compiled kernel: {error}") from error
+def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("trellis_forward", "trellis_backward"):
         getattr(loaded, name).argtypes = [POINTER(_Problem)]
     return loaded
@@ -104,24 +105,6 @@ def _tensor(x: Tensor) -> _Tensor:
 
 def _state(*parts: Tensor | None) -> _State:
     return _State(*(None if p is None or p.numel() == 0 else p.data_ptr() for p in parts))
-
-
-def _in_large_pages(fresh: Tensor) -> Tensor:
-    """Ask Linux to back a large, untouched tensor with pages of 2 MiB.
-
-    With pages of 4 KiB the kernel would spend up to a third of its time on page faults.
-    """
-    size, page = fresh.numel() * fresh.element_size(), 2**21
-    if size >= 4 * page and sys.platform == "linux":
-        begin = -(-fresh.data_ptr() // page) * page
-        length = (fresh.data_ptr() + size - begin) // page * page
-        _libc().madvise(c_void_p(begin), c_size_t(length), MADV_HUGEPAGE)  # advice: may fail
-    return fresh
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 class _Call:
@@ -210,14 +193,14 @@ def memory(
     inputs = _inputs(q, x1, t1, x2, t2, log_beta1, gamma1, log_beta2, gamma2)
     states = (first, second, first_anchor, second_anchor)
     call = _Call(inputs, states, offset, cu_seqlens, (phi1, phi2, f, psi, transposed, minibatch))
-    y = _in_large_pages(_blank_y(q, x2, inputs[4], transposed))
+    y = in_large_pages(_blank_y(q, x2, inputs[4], transposed))
     finals = [first.new_empty(0 if s is None else s.shape) for s in states]
     saved = _blank_saved(x1, t1, x2, inputs[4], first, minibatch) if save else first.new_empty(0)
     call.problem.y = _tensor(y)
     call.problem.start, call.problem.final = _state(*call.states), _state(*finals)
     if save:
         saved[call.places :].zero_()  # not used, but part of the result
-        call.problem.saved = _in_large_pages(saved).data_ptr()
+        call.problem.saved = in_large_pages(saved).data_ptr()
     call.run("trellis_forward")
     return y, finals[0], finals[1], finals[2], finals[3], saved
 
@@ -274,7 +257,7 @@ def memory_backward(
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     dfinals = [d.contiguous() for d in (dfirst, dsecond, dfirst_anchor, dsecond_anchor)]
     dstarts = [first.new_empty(0 if s is None else s.shape) for s in states]
-    grads = [_in_large_pages(torch.empty(t.shape, dtype=t.dtype)) for t in inputs]
+    grads = [in_large_pages(torch.empty(t.shape, dtype=t.dtype)) for t in inputs]
     if t2 is None:
         grads[4] = grads[3].new_empty(0)  # its gradient is in that of t1
     problem = call.problem

@@ -1,4 +1,4 @@
-"""Compiles the kernel with the system's C++ compiler on first use, and keeps it in a cache.
+"""Compiles kernels with the system's C++ compiler on first use, and keeps them in a cache.
 
 The cache is one folder per user that nobody else can write to: to load a library is to run it.
 Files are named by a hash of the sources, the flags, the compiler and the CPU.
@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from ... import checks
+from .. import checks
 
-HERE = Path(__file__).parent
-SOURCES = ("memory.cpp", "pass.h", "activations.h", "gemm.h", "simd.h", "step.h", "tensors.h")
+#: Where the headers are that all kernels may include.
+SHARED = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-fopenmp")
 #: What CPU to compile for; the tests set others that run here.
@@ -40,6 +41,27 @@ TARGETS = {
 
 class NoKernel(RuntimeError):
     """The kernel cannot be had here; the message says why and what would help."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one library is made of: `name`.cpp in `folder`, and all that it includes.
+
+    headers: files in `folder`. shared: files in SHARED.
+    """
+
+    name: str
+    folder: Path
+    headers: tuple[str, ...]
+    shared: tuple[str, ...]
+
+    @property
+    def main(self) -> Path:
+        return self.folder / f"{self.name}.cpp"
+
+    def files(self) -> list[Path]:
+        here = [self.folder / header for header in self.headers]
+        return [self.main, *here, *(SHARED / header for header in self.shared)]
 
 
 def cache_folder() -> Path:
@@ -78,37 +100,49 @@ def find_compiler() -> str:
     )
 
 
-def library(target: str = "native") -> Path:
-    """The path of the compiled kernel, compiled now unless it is in the cache.
+def load(source: Source) -> ctypes.CDLL:
+    """The library for the target in TRELLIS_NATIVE_TARGET. Raises NoKernel where there is none."""
+    return open_library(library(source, os.environ.get("TRELLIS_NATIVE_TARGET", "native")))
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(os.fspath(path))
+    except OSError as error:
+        raise NoKernel(f"cannot load the compiled kernel: {error}") from error
+
+
+def library(source: Source, target: str = "native") -> Path:
+    """The path of the compiled source, compiled now unless it is in the cache.
 
     Raises NoKernel, whatever goes wrong.
     """
     checks.choice("TRELLIS_NATIVE_TARGET", target, tuple(TARGETS))
     try:
-        return _library(target)
+        return _library(source, target)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NoKernel):
             raise
         raise NoKernel(f"the kernel could not be compiled: {error}") from error
 
 
-def _library(target: str) -> Path:
+def _library(source: Source, target: str) -> Path:
     compiler = find_compiler()
     flags = (*FLAGS, *TARGETS[target])
     folder = private_folder(cache_folder())
-    path = folder / f"memory-{_key(compiler, flags)}.so"
+    path = folder / f"{source.name}-{_key(source, compiler, flags)}.so"
     if path.exists():
         return path
     with _locked(folder / "lock"):
         if not path.exists():  # another process may have compiled it while this one waited
-            _compile(compiler, flags, path)
+            _compile(source, compiler, flags, path)
     return path
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
+def _key(source: Source, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((HERE / name).read_bytes())
+    for file in source.files():
+        digest.update(file.read_bytes())
     digest.update(repr((compiler, _version(compiler), flags, _cpu(), _global_openmp())).encode())
     return digest.hexdigest()[:24]
 
@@ -139,11 +173,11 @@ def _global_openmp() -> bool:
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile(source: Source, compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        made = Path(work) / "memory.o"
-        _run([compiler, *flags, "-c", str(HERE / "memory.cpp"), "-o", str(made)])
-        linked = Path(work) / "memory.so"
+        made = Path(work) / "made.o"
+        _run([compiler, *flags, f"-I{SHARED}", "-c", str(source.main), "-o", str(made)])
+        linked = Path(work) / "made.so"
         link = [f for f in flags if f.startswith("-fsanitize") or f == "-fopenmp"]
         if _global_openmp():
             link.remove("-fopenmp")
