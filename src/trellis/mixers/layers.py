@@ -8,7 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import causal_convolution
+from ..ops import causal_convolution, gated_norm, rms_norm
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm over the last dimension, by the op that is fused where it can be."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedNorm(RMSNorm):
+    """RMSNorm(x) * GELU(gate)."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        assert self.eps is not None
+        return gated_norm(x, gate, self.weight, self.eps)
 
 
 class ShortConvolution(nn.Module):
@@ -26,8 +45,9 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        y, tail = causal_convolution(x, self.weight, tail=tail, cu_seqlens=cu_seqlens)
-        return F.silu(y), tail
+        return causal_convolution(
+            x, self.weight, tail=tail, cu_seqlens=cu_seqlens, activation="silu"
+        )
 
     def init_tail(self, batch: int) -> Tensor:
         return self.weight.new_zeros(batch, self.weight.shape[1] - 1, self.weight.shape[0])

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import MemoryState, checks, trellis_memory, trellis_memory_step
+from ..ops import MemoryState, checks, trellis_memory, trellis_memory_step, unit_length
 from ..ops.memory import BACKENDS
-from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES, l2norm
+from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
 from ..ops.memory.start import MODES, VALUE_PASSES
 from .base import Mixer, at_least, check_streams, head_size
-from .layers import DecayGate, ShortConvolution, wide
+from .layers import DecayGate, GatedNorm, RMSNorm, ShortConvolution, wide
 
 STEPS = ("sigmoid", "softplus", "constant")
 DECAYS = ("softplus", "sigmoid")
@@ -158,13 +158,13 @@ class TrellisMixer(Mixer):
             {stream: ShortConvolution(dim, config.conv_width) for stream in config.conv_on}
         )
         norm_alpha = config.normalize_alpha
-        self.alpha_norm = nn.RMSNorm(self.slots, eps=config.norm_eps) if norm_alpha else None
+        self.alpha_norm = RMSNorm(self.slots, config.norm_eps) if norm_alpha else None
         self.initial_keys: nn.Parameter | None = None
         self.initial_values: nn.Parameter | None = None
         if config.learn_initial_memory:
             self.initial_keys = nn.Parameter(torch.empty(self._key_shape))
             self.initial_values = nn.Parameter(torch.empty(self._value_shape))
-        self.out_norm = nn.RMSNorm(self.head, eps=config.norm_eps)
+        self.out_norm = GatedNorm(self.head, config.norm_eps)
         self.o_proj = nn.Linear(dim, dim, bias=False)
         self.reset_parameters()
 
@@ -203,7 +203,7 @@ class TrellisMixer(Mixer):
                 tail = getattr(state, f"{name}_tail")
                 stream, tails[name] = self.convolutions[name](stream, tail, cu_seqlens)
             stream = wide(self._split(stream))
-            streams[name] = l2norm(stream) if name in self.normalized else stream
+            streams[name] = unit_length(stream) if name in self.normalized else stream
         q, k, v = streams["q"], streams["k"], streams["v"]
         alpha = self._split(self.alpha_proj(x))
         if self.alpha_norm is not None:
@@ -232,8 +232,8 @@ class TrellisMixer(Mixer):
             )  # fmt: skip
             assert final is not None
             memory = final
-        y = self.out_norm(y.to(x.dtype)).flatten(2) * F.gelu(self.g_proj(x))
-        return self.o_proj(y), TrellisState(memory, tails["q"], tails["k"], tails["v"])
+        y = self.out_norm(y.to(x.dtype), self._split(self.g_proj(x)))
+        return self.o_proj(y.flatten(2)), TrellisState(memory, tails["q"], tails["k"], tails["v"])
 
     def init_state(self, batch: int) -> TrellisState:
         memory = MemoryState(

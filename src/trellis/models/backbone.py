@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..mixers import build_mixer
 from ..mixers.base import State
+from ..mixers.layers import RMSNorm
+from ..ops import silu_product
 from .carry import Carried
 
 
@@ -24,7 +25,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(GradientCheckpointingLayer):
@@ -32,9 +33,9 @@ class Block(GradientCheckpointingLayer):
         self, dim: int, heads: int, width: int, eps: float, mixer: str, fields: dict[str, Any]
     ):
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(dim, eps=eps)
+        self.mixer_norm = RMSNorm(dim, eps)
         self.mixer = build_mixer(mixer, dim, heads, **fields)
-        self.mlp_norm = nn.RMSNorm(dim, eps=eps)
+        self.mlp_norm = RMSNorm(dim, eps)
         self.mlp = SwiGLU(dim, width)
 
     def forward(

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from ..native import pointwise
+from .library import WIDEST
+from .library import convolution as fused
+
+ACTIVATIONS = ("identity", "silu")
 
 
 def causal_convolution(
@@ -14,18 +20,21 @@ def causal_convolution(
     *,
     tail: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    activation: str = "identity",
 ) -> tuple[Tensor, Tensor]:
-    """y_t = sum over j of weight[:, W-1-j] * x_{t-j}, channel by channel, within a sequence.
+    """y_t = activation(sum over j of weight[:, W-1-j] * x_{t-j}), by channel, within a sequence.
 
     Args:
         x: [B, T, D], or [1, T, D] with cu_seqlens.
         weight: [D, W], the newest token's weight last.
         tail: [N, W-1, D], the W-1 inputs before each sequence, oldest first; zeros by default.
         cu_seqlens: [N+1] bounds of N packed sequences. Without it N = B.
+        activation: "identity" or "silu".
 
     Returns:
         y like x, and the new tail [N, W-1, D].
     """
+    checks.choice("activation", activation, ACTIVATIONS)
     checks.floats(x=x, weight=weight)
     checks.dimensions("x", x, "[B,T,D]")
     checks.dimensions("weight", weight, "[D,W]")
@@ -39,11 +48,16 @@ def causal_convolution(
         tail = x.new_zeros(count, reach, channels)
     checks.shape("tail", tail, (count, reach, channels), "[N,W-1,D]")
     tail = tail.to(x.dtype)
+    if 1 <= weight.shape[1] <= WIDEST and pointwise.takes(x, weight, tail):
+        return fused(x, weight, tail, cu_seqlens, activation == "silu")
     if cu_seqlens is None:
         padded = torch.cat([tail, x], dim=1)
+        y = _convolve(padded, weight, tokens)
         # A copy: the tail outlives the call and must not hold on to the whole input.
-        return _convolve(padded, weight, tokens), padded[:, tokens:].clone()
-    return _packed(x, weight, tail, cu_seqlens)
+        tail = padded[:, tokens:].clone()
+    else:
+        y, tail = _packed(x, weight, tail, cu_seqlens)
+    return F.silu(y) if activation == "silu" else y, tail
 
 
 def _convolve(padded: Tensor, weight: Tensor, tokens: int) -> Tensor:

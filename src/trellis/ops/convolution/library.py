@@ -1,0 +1,82 @@
+"""The fused convolution as a custom operator of PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..native.pointwise import refuse_double_backward, run
+
+#: The largest width that the kernel takes.
+WIDEST = 16
+
+
+@torch.library.custom_op("trellis::convolution", mutates_args=(), device_types="cpu")
+def convolution(
+    x: Tensor, weight: Tensor, tail: Tensor, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """y like x, and the new tail; the arguments are those of causal_convolution."""
+    x, tail = x.contiguous(), tail.contiguous()
+    y, final = x.new_empty(x.shape), tail.new_empty(tail.shape)
+    bounds = _bounds(x, cu_seqlens)
+    rows = weight.T.contiguous()
+    run("convolution", x, rows, tail, bounds, y, final, *_sizes(weight, tail), int(silu))
+    return y, final
+
+
+@convolution.register_fake
+def _(x, weight, tail, cu_seqlens, silu):
+    return x.new_empty(x.shape), tail.new_empty(tail.shape)
+
+
+@torch.library.custom_op("trellis::convolution_backward", mutates_args=(), device_types="cpu")
+def convolution_backward(
+    dy: Tensor,
+    dfinal: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    tail: Tensor,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy, dfinal, x, tail = (t.contiguous() for t in (dy, dfinal, x, tail))
+    dx, dweight, dtail = (t.new_empty(t.shape) for t in (x, weight, tail))
+    bounds = _bounds(x, cu_seqlens)
+    rows = weight.T.contiguous()
+    run(
+        "convolution_backward", dy, dfinal, x, rows, tail, bounds, dx, dweight, dtail,
+        *_sizes(weight, tail), int(silu),
+    )  # fmt: skip
+    return dx, dweight, dtail
+
+
+@convolution_backward.register_fake
+def _(dy, dfinal, x, weight, tail, cu_seqlens, silu):
+    return tuple(t.new_empty(t.shape) for t in (x, weight, tail))
+
+
+def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The first row of every sequence; a batch is a pack of equally long ones."""
+    batch, tokens = x.shape[:2]
+    if cu_seqlens is None:
+        return torch.arange(batch + 1) * tokens
+    return torch.tensor(checks.bounds(cu_seqlens, tokens))
+
+
+def _sizes(weight: Tensor, tail: Tensor) -> tuple[int, int, int]:
+    return tail.shape[0], weight.shape[0], weight.shape[1]
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(True)
+
+
+def _backward(ctx, dy, dfinal):
+    return (*convolution_backward(dy, dfinal, *ctx.saved_tensors, ctx.silu), None, None)
+
+
+convolution.register_autograd(_backward, setup_context=_setup)
+convolution_backward.register_autograd(refuse_double_backward("convolution"))

@@ -1,0 +1,3 @@
+from .interface import silu_product
+
+__all__ = ["silu_product"]
