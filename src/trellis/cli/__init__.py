@@ -10,11 +10,12 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
 
-from . import bench, data, models
+from . import bench, data, models, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(models.models)
 app.add_typer(data.app, name="data")
+for command in (train.train, train.generate, train.export, train.plot, models.models):
+    app.command()(command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -43,6 +43,14 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
+    def flops(self, context: int) -> float:
+        """Operations per token of the mixing itself, forward, on average over `context` tokens.
+
+        A multiply-add counts as two; linear maps of the width are not included. It is the cost of
+        the recurrence as defined, whichever algorithm computes it.
+        """
+        raise NotImplementedError
+
 
 def names_without_weight_decay(module: nn.Module) -> set[str]:
     """Names of the parameters that their modules exempt from weight decay, at any depth."""

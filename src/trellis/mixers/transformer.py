@@ -89,6 +89,11 @@ class TransformerMixer(Mixer):
         columns = min(math.inf if tokens is None else tokens, self._kept)
         return 2 * self.heads * self.head * columns + 1
 
+    def flops(self, context: int) -> float:
+        window = self.config.window or context
+        seen = window - window * (window - 1) / (2 * context) if window < context else (context + 1) / 2
+        return 4 * self.heads * self.head * seen  # scores and weighted values
+
     @property
     def _kept(self) -> float:
         """Columns that the next token may see."""

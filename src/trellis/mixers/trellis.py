@@ -256,6 +256,13 @@ class TrellisMixer(Mixer):
         reach = max(self.config.conv_width - 1, 0)
         return memories + len(self.convolutions) * reach * self.heads * self.head
 
+    def flops(self, context: int) -> float:
+        # Either pass multiplies its memory by two vectors (the key, the query) and adds an outer
+        # product, after scaling the memory by the forget gate.
+        passes = 2 * self.heads * self.slots * self.head * (3 * 2 + 1)
+        convolutions = len(self.convolutions) * 2 * self.config.conv_width * self.heads * self.head
+        return passes + convolutions
+
     def _initial(
         self, learned: nn.Parameter | None, shape: tuple[int, int, int], batch: int
     ) -> Tensor:

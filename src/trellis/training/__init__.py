@@ -1,0 +1,1 @@
+"""From prepared text to a trained model: recipes, the loop, checkpoints, several processes."""

@@ -1,0 +1,168 @@
+"""Processes: who this one is, and how a model is spread over them.
+
+Started by `torchrun`; without it there is one process and nothing here communicates. With
+`sequence_parallel` = S, ranks d*S to d*S + S - 1 share the d-th slice of the rows, each a part of
+every row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..models.modeling import TrellisForCausalLM
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Processes:
+    rank: int
+    world: int
+    device: torch.device
+    sequence_parallel: int
+    relay_group: Any  # the process group that hands states on; None with one part per row
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(index, count): the part of every row that is this process's."""
+        return self.rank % self.sequence_parallel, self.sequence_parallel
+
+    def rows(self, rows: int) -> range:
+        """The rows of a global batch that are this process's."""
+        groups = self.world // self.sequence_parallel
+        count = rows // groups
+        index = self.rank // self.sequence_parallel
+        return range(index * count, (index + 1) * count)
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def summed(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 has, on all."""
+        box = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def all_rows(self, tensor: Tensor) -> Tensor | None:
+        """The rows of all processes in order, on rank 0; None elsewhere."""
+        if self.world == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(parts, tensor)
+        return torch.cat(parts) if self.first else None
+
+
+@contextlib.contextmanager
+def processes(recipe: Recipe) -> Iterator[Processes]:
+    """This process among those that torchrun started, if it did.
+
+    Raises:
+        ValueError: the rows of a batch, or the parts of a row, do not divide evenly.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    device = _device(recipe.train.device)
+    _check(recipe, world)
+    if world == 1:
+        yield Processes(0, 1, device, 1, None)
+        return
+    started = not dist.is_initialized()
+    if started:
+        # gloo beside nccl: small things, such as which checkpoint is whole, travel on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        parts = recipe.train.sequence_parallel
+        relay_group = None
+        if parts > 1:  # every process takes part in making every group
+            groups = [
+                dist.new_group(list(range(start, start + parts)))
+                for start in range(0, world, parts)
+            ]
+            relay_group = groups[rank // parts]
+        yield Processes(rank, world, device, parts, relay_group)
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", 0))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device(name)
+
+
+def _check(recipe: Recipe, world: int) -> None:
+    parts, rows, micro = recipe.train.sequence_parallel, recipe.rows, recipe.train.micro_rows
+    if world % parts:
+        raise ValueError(
+            f"train.sequence_parallel must divide the number of processes, {world}; got {parts}"
+        )
+    groups = world // parts
+    if rows % groups:
+        raise ValueError(
+            f"the {rows} rows of a batch must divide evenly among {groups} (groups of) processes"
+        )
+    if micro and (rows // groups) % micro:
+        raise ValueError(
+            f"train.micro_rows must divide the {rows // groups} rows of a process; got {micro}"
+        )
+
+
+def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Module:
+    """The model as it is called: itself, in DDP, or sharded in place by FSDP2."""
+    if group.world == 1:
+        return model
+    if recipe.train.strategy == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(group.device.type, (group.world,))
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    return DistributedDataParallel(
+        model, device_ids=[group.device.index] if group.device.type == "cuda" else None
+    )
+
+
+@contextlib.contextmanager
+def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
+    """Gradients are exchanged in the backward of the last micro-batch only."""
+    if isinstance(called, DistributedDataParallel) and not last:
+        with called.no_sync():
+            yield
+        return
+    if hasattr(called, "set_requires_gradient_sync"):
+        called.set_requires_gradient_sync(last)  # type: ignore[operator]
+    yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, as one. Every process must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,0 +1,417 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .. import __version__, machine
+from ..data.batches import Batch, Batches
+from ..data.shards import Corpus
+from ..mixers import Mixer
+from ..mixers.state_tree import map_tensors, named_tensors, rebuild
+from ..models.flops import training_flops
+from ..models.modeling import TrellisForCausalLM
+from . import checkpoint as checkpoints
+from .diagnosis import Watch, diagnose
+from .distributed import Processes, spread, synchronised, whole
+from .metrics import Metrics, ProgressLine, perplexity
+from .optimizer import build_optimizer
+from .recipe import Recipe
+from .relay import Carrier, SegmentRelay
+from .schedule import context_at, learning_rate
+from .validation import validate
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the newest checkpoint is intact."""
+
+
+class Trainer:
+    """One run, new or resumed. What the next step does depends on the checkpoint alone."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Path,
+        corpus: Corpus,
+        validation: Any,
+        group: Processes,
+        resumed: checkpoints.Checkpoint | None,
+    ):
+        self.recipe, self.run_folder, self.group = recipe, run, group
+        self.corpus, self.validation = corpus, validation
+        self.batches = make_batches(recipe, corpus)
+        torch.manual_seed(recipe.train.seed)
+        self.model = build_model(recipe, corpus).to(group.device)
+        #: The structure of every layer's state, asked for before weights are sharded.
+        self.templates = self.model.init_cache(1).states
+        if recipe.train.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if recipe.train.compile:
+            for block in self.model.model.layers:
+                block.compile()
+        self.model.train()
+        self._flops_per_token = training_flops(self.model, recipe.data.context)
+        self.called = spread(self.model, recipe, group)
+        sharded = group.world > 1 and recipe.train.strategy == "fsdp"
+        fused = group.device.type in ("cpu", "cuda") and not (
+            sharded and group.device.type == "cpu"
+        )
+        self.optimizer = build_optimizer(self.model, recipe.train, fused)
+        self.autocast = recipe.train.precision == "bf16" or (
+            recipe.train.precision == "auto" and group.device.type == "cuda"
+        )
+
+        rows = group.rows(recipe.rows)
+        size = recipe.train.micro_rows or len(rows)
+        self.micro = [rows[i : i + size] for i in range(0, len(rows), size)]
+        #: Per micro-batch, the states that its rows go on from.
+        self.lanes: list[list[Any] | None] = [None] * len(self.micro)
+        self.step = 0
+        self.updates = 0  # steps that were not skipped
+        self.bad_steps = 0
+        self.bad_in_a_row = 0
+        self.interval_loss, self.interval_steps = 0.0, 0
+        if resumed is not None:
+            self._load(resumed)
+
+    # The run.
+
+    def run(self) -> None:
+        """Train to the last step, or until a signal asks to stop.
+
+        Raises:
+            TrainingStopped: too many non-finite steps in a row, or a file cannot be written.
+        """
+        recipe, group = self.recipe, self.group
+        line = ProgressLine(recipe.steps)
+        say = line.say if group.first else (lambda text: None)
+        self._introduce(say)
+        peak = self._peak()
+        metrics = None
+        with _stop_signals() as stopping:
+            try:
+                if group.first:
+                    tensorboard = recipe.log.tensorboard
+                    metrics = Metrics(self.run_folder, self.step, tensorboard)
+                    checkpoints.clean(self.run_folder)
+                group.barrier()
+                seconds, tokens = 0.0, 0
+                while self.step < recipe.steps:
+                    start = time.perf_counter()
+                    measured = self._train_step(bool(stopping))
+                    seconds += time.perf_counter() - start
+                    tokens += recipe.rows * recipe.data.context
+                    last = self.step == recipe.steps
+                    if self.step % recipe.log.every == 0 or last or self.step == 1:
+                        record = self._record(measured, seconds, tokens, peak)
+                        if metrics is not None:
+                            metrics.write(record)
+                            line.show(record)
+                        seconds, tokens = 0.0, 0
+                    if last or _due(self.step, recipe.log.validate_every):
+                        self._validate(metrics, say)
+                    if last or _due(self.step, recipe.checkpoint.every) or measured["stop"]:
+                        self.save()
+                    if measured["stop"] and not last:
+                        say(
+                            f"stopped after step {self.step}, saved; go on with: "
+                            f"trellis train {self.run_folder} --resume"
+                        )
+                        return
+            except OSError as error:
+                raise TrainingStopped(
+                    f"stopped at step {self.step}: {error}. {self._newest()}"
+                ) from error
+            finally:
+                if metrics is not None:
+                    metrics.close()
+        say(f"finished: {self.run_folder}")
+
+    def _introduce(self, say: Any) -> None:
+        recipe = self.recipe
+        count = sum(p.numel() for p in self.model.parameters())
+        say(
+            f"{recipe.model.mixer}: {count:,} parameters; {self.corpus.train.tokens:,} tokens of "
+            f"text; {recipe.steps} steps of {recipe.rows} x {recipe.data.context} tokens "
+            f"({recipe.steps / self.batches.steps_per_epoch:.2f} epochs)"
+        )
+        if self.step:
+            say(f"resumed after step {self.step}")
+
+    def _peak(self) -> float:
+        """Operations per second of large products on all processes together, at this moment."""
+        on_gpu = self.group.device.type == "cuda"
+        dtype = torch.bfloat16 if self.autocast else torch.float32
+        self.group.barrier()
+        rate = machine.gemm_rate(8192 if on_gpu else 1024, 5, self.group.device, dtype)
+        return 2 * float(self.group.summed(torch.tensor(rate, dtype=torch.float64)))
+
+    # A step.
+
+    def _train_step(self, stopping: bool) -> dict[str, Any]:
+        recipe, group, step = self.recipe, self.group, self.step
+        rate = learning_rate(recipe, step)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
+        loss = torch.zeros((), dtype=torch.float64)
+        lanes: list[list[Any] | None] = []
+        for number in range(len(self.micro)):
+            batch = self._batch(step, number)
+            with synchronised(self.called, last=number == len(self.micro) - 1):
+                part, states = self._forward(batch, self.lanes[number])
+                part.backward()
+            loss += part.detach().double().cpu() / group.world
+            lanes.append(states)
+        shared = group.summed(torch.stack([loss, torch.tensor(float(stopping)).double()]))
+        loss, stop = shared.tolist()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(whole(get_total_norm(grads)))
+        self.step += 1
+        if math.isfinite(loss) and math.isfinite(norm):
+            if recipe.train.clip:
+                self._clip(norm)
+            self.optimizer.step()
+            self.updates += 1
+            self.bad_in_a_row = 0
+            self.interval_loss += loss
+            self.interval_steps += 1
+            self.lanes = lanes
+        else:
+            self._skip(loss, norm)
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "learning_rate": rate, "stop": stop > 0}
+
+    def _clip(self, norm: float) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        total = torch.tensor(norm, device=self.group.device)
+        clip_grads_with_norm_(parameters, self.recipe.train.clip, total)
+
+    def _batch(self, step: int, number: int) -> Batch:
+        context = context_at(self.recipe, step)
+        cut = context if context < self.recipe.data.context else None
+        return self.batches.batch(step, self.micro[number], self.group.part, cut).to(
+            self.group.device
+        )
+
+    def _forward(self, batch: Batch, states: list[Any] | None) -> tuple[Tensor, list[Any] | None]:
+        """The loss of a micro-batch, scaled so that the processes' mean is the batch's mean."""
+        relay: Carrier | SegmentRelay | None = None
+        if self.group.part[1] > 1:
+            relay = SegmentRelay(self.group, batch, self.templates)
+        elif self.recipe.data.batches == "contiguous":
+            relay = Carrier(states, batch)
+        packed = batch.cu_seqlens is not None
+        with torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = self.called(
+                input_ids=batch.input_ids.reshape(1, -1) if packed else batch.input_ids,
+                targets=batch.targets.reshape(1, -1) if packed else batch.targets,
+                cu_seqlens=batch.cu_seqlens,
+                relay=relay,
+                num_items_in_batch=batch.predicted / self.group.world,
+                logits_to_keep=1,
+                use_cache=False,
+            ).loss
+        return loss, relay.states if isinstance(relay, Carrier) else None
+
+    def _skip(self, loss: float, norm: float) -> None:
+        """Leave the weights as they are, and the carried states behind: they may be the cause."""
+        self.bad_steps += 1
+        self.bad_in_a_row += 1
+        lanes, self.lanes = self.lanes, [None] * len(self.micro)
+        if self.bad_in_a_row < self.recipe.train.max_bad_steps:
+            return
+        with torch.no_grad(), Watch(self.model) as watch:
+            for number in range(len(self.micro)):
+                self._forward(self._batch(self.step - 1, number), lanes[number])
+        raise TrainingStopped(
+            f"{self.bad_in_a_row} steps in a row gave a loss or gradient that is not finite (step "
+            f"{self.step}: loss {loss}, gradient norm {norm}): {diagnose(self.model, watch.first)}. "
+            f"{self._newest()}"
+        )
+
+    # What is written.
+
+    def _record(
+        self, measured: dict[str, Any], seconds: float, tokens: int, peak: float
+    ) -> dict[str, Any]:
+        loss = self.interval_loss / self.interval_steps if self.interval_steps else math.nan
+        self.interval_loss, self.interval_steps = 0.0, 0
+        rate = tokens / seconds
+        left = (self.recipe.steps - self.step) * self.recipe.rows * self.recipe.data.context
+        if self.group.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        else:
+            memory = machine.resident_bytes()
+        return {
+            "step": self.step,
+            "tokens": self.step * self.recipe.rows * self.recipe.data.context,
+            "loss": loss,
+            "grad_norm": measured["grad_norm"],
+            "learning_rate": measured["learning_rate"],
+            "context": context_at(self.recipe, self.step - 1),
+            "bad_steps": self.bad_steps,
+            "timing": {
+                "time": time.time(),
+                "tokens_per_second": rate,
+                "utilisation": self._flops_per_token * rate / peak,
+                "memory_bytes": memory,
+                "seconds_left": left / rate,
+            },
+        }
+
+    def _validate(self, metrics: Metrics | None, say: Any) -> None:
+        if self.validation is None:
+            return
+        recipe = self.recipe
+        rows = recipe.train.micro_rows or max(1, 8192 // recipe.data.context)
+        found = validate(
+            self.called, self.validation, recipe.data.context, recipe.log.validation_tokens, rows,
+            self.group,
+        )  # fmt: skip
+        if metrics is not None:
+            metrics.write({"step": self.step, **found})
+        loss = found["validation_loss"]
+        say(
+            f"step {self.step}: validation loss {loss:.4f}, perplexity {perplexity(loss):,.2f}, "
+            f"{found['validation_bits_per_byte']:.3f} bits per byte"
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment. Every process must call it."""
+        extra = {"rng.cpu": torch.get_rng_state()}
+        extra.update(self._gathered_lanes())
+        checkpoints.save(
+            self.run_folder,
+            self.step,
+            checkpoints.training_tensors(self.model, self.optimizer),
+            extra,
+            self.model.config.to_dict(),
+            {
+                "updates": self.updates,
+                "bad_steps": self.bad_steps,
+                "bad_in_a_row": self.bad_in_a_row,
+                "interval": [self.interval_loss, self.interval_steps],
+                "recipe": self.recipe.as_dict(),
+                "data": self.corpus.fingerprint,
+                "versions": versions(),
+            },
+            self.recipe.checkpoint.keep,
+            self.group.first,
+            self.group.barrier,
+        )
+
+    def _gathered_lanes(self) -> dict[str, Tensor]:
+        """The carried states of all rows of the global batch, on rank 0; nothing if there are none."""
+        present = [states for states in self.lanes if states is not None]
+        if len(present) < len(self.lanes):
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for layer in range(len(self.templates)):
+            per_micro = [dict(named_tensors(states[layer])) for states in present]
+            for name in per_micro[0]:
+                rows = self.group.all_rows(torch.cat([part[name] for part in per_micro]))
+                if rows is not None:
+                    tensors[f"lanes.{layer}.{name}"] = rows.cpu()
+        return tensors
+
+    def _load(self, resumed: checkpoints.Checkpoint) -> None:
+        content = resumed.content
+        checkpoints.load_tensors(resumed, checkpoints.training_tensors(self.model, self.optimizer))
+        self.step, self.updates = resumed.step, content["updates"]
+        for parameter in self.model.parameters():
+            self.optimizer.state[parameter]["step"].fill_(self.updates)
+        self.bad_steps, self.bad_in_a_row = content["bad_steps"], content["bad_in_a_row"]
+        self.interval_loss, self.interval_steps = content["interval"]
+        extra = checkpoints.load_extra(resumed)
+        torch.set_rng_state(extra["rng.cpu"])
+        if any(name.startswith("lanes.") for name in extra):
+            self.lanes = [self._rows_of(extra, rows) for rows in self.micro]
+
+    def _rows_of(self, extra: dict[str, Tensor], rows: range) -> list[Any]:
+        picked = {
+            name: tensor[rows.start : rows.stop].to(self.group.device)
+            for name, tensor in extra.items()
+            if name.startswith("lanes.")
+        }
+        return [
+            map_tensors(torch.clone, rebuild(template, picked, f"lanes.{layer}"))
+            for layer, template in enumerate(self.templates)
+        ]
+
+    def _newest(self) -> str:
+        steps = checkpoints.steps_in(self.run_folder)
+        if not steps:
+            return "There is no checkpoint yet."
+        return f"The newest checkpoint, of step {steps[-1]}, is whole."
+
+
+def build_model(recipe: Recipe, corpus: Corpus) -> TrellisForCausalLM:
+    end = corpus.manifest["tokenizer"]["end_of_document"]
+    config = recipe.model.config(corpus.vocab_size, eos_token_id=end)
+    model = TrellisForCausalLM(config)
+    if recipe.data.batches == "contiguous":
+        for name, module in model.named_modules():
+            if isinstance(module, Mixer) and math.isinf(module.state_size()):
+                raise ValueError(
+                    f'data.batches = "contiguous" carries states on for ever, but that of {name} '
+                    "grows with what is read: give it a window, or use packed batches"
+                )
+    return model
+
+
+def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
+    return Batches(
+        corpus.train,
+        kind=recipe.data.batches,
+        context=recipe.data.context,
+        rows=recipe.rows,
+        seed=recipe.train.seed,
+    )
+
+
+def versions() -> dict[str, str]:
+    return {
+        "trellis": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and Ctrl-C are noted, to stop after the step; a second one interrupts at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    try:
+        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: whoever owns it handles signals
+        yield noted
+        return
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
