@@ -1,0 +1,96 @@
+"""Byte streams out of compressed files. What is truncated or broken raises one of READ_ERRORS."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import tarfile
+import zlib
+from typing import IO, Any
+
+#: Suffix of a compressed file -> its compression.
+SUFFIXES = {".gz": "gz", ".xz": "xz", ".bz2": "bz2", ".zst": "zst"}
+_BUFFER = 1 << 20
+
+READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, tarfile.TarError)
+try:  # an interpreter may have been built without it
+    from lzma import LZMAError
+except ModuleNotFoundError:
+    pass
+else:
+    READ_ERRORS = (*READ_ERRORS, LZMAError)
+
+
+def optional(module: str, purpose: str) -> Any:
+    """A module of the `data` extra. Raises ModuleNotFoundError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{purpose} needs {module}: pip install 'trellis-memory[data]'", name=module
+        ) from error
+
+
+def check_available(compression: str | None, name: str) -> None:
+    """Raises ModuleNotFoundError if files of this compression cannot be read here."""
+    if compression == "zst":
+        optional("zstandard", f"reading {name}")
+    elif compression in ("xz", "bz2"):
+        importlib.import_module("lzma" if compression == "xz" else "bz2")
+
+
+def decompressed(file: IO[bytes], compression: str | None) -> IO[bytes]:
+    """The content of a file as a buffered stream."""
+    raw: Any
+    if compression is None:
+        raw = file
+        if isinstance(file, io.BufferedIOBase):
+            return file
+    elif compression == "zst":
+        raw = _ZstdStream(file)
+    else:
+        module = {"gz": "gzip", "xz": "lzma", "bz2": "bz2"}[compression]
+        raw = importlib.import_module(module).open(file)
+    return io.BufferedReader(raw, _BUFFER)
+
+
+class _ZstdStream(io.RawIOBase):
+    """All frames of a zstd file. The library's reader takes a truncated file for a whole one."""
+
+    #: zstd can blow up 32,000-fold; small bites keep the output of one of them bounded.
+    _BITE = 1 << 13
+
+    def __init__(self, file: IO[bytes]) -> None:
+        zstandard = optional("zstandard", "reading .zst files")
+        self._file = file
+        self._error = zstandard.ZstdError
+        self._context = zstandard.ZstdDecompressor(max_window_size=2**31)
+        self._frame: Any = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input:
+                self._input = self._file.read(self._BITE)
+                if not self._input:
+                    if self._frame is not None:
+                        raise EOFError("compressed file ended before the end of its zstd frame")
+                    return 0
+            if self._frame is None:
+                self._frame = self._context.decompressobj()
+            try:
+                self._output = memoryview(self._frame.decompress(self._input))
+            except self._error as error:
+                raise OSError(f"not valid zstd: {error}") from error
+            self._input = b""
+            if self._frame.eof:
+                self._input = self._frame.unused_data
+                self._frame = None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count

@@ -1,0 +1,265 @@
+"""A corpus on disk: memory-mapped token shards, document ends, a manifest.
+
+A corpus is a folder:
+
+    manifest.json               what it is made of; counts and hashes of everything below
+    tokenizer.json
+    train-00000.bin, ...        token ids, little-endian uint16 (vocabulary <= 65536) or uint32
+    train-documents.bin         where each document ends in the split's token stream, uint64
+    validation-00000.bin, ...   the same for the validation split
+    validation-documents.bin
+    skipped.jsonl               every input that was left out, with the reason
+
+A split is one stream of tokens; documents and reads cross the borders of shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .tokenizer import TextTokenizer
+
+FORMAT = "trellis-corpus"
+FORMAT_VERSION = 1
+SPLITS = ("train", "validation")
+END_DTYPE = np.dtype("<u8")
+_AGAIN = "prepare the corpus again (`trellis data prepare`)"
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"{split}-{index:05d}.bin"
+
+
+def ends_name(split: str) -> str:
+    return f"{split}-documents.bin"
+
+
+def hash_file(
+    path: Path, length: int | None = None, advance: Callable[[int], None] | None = None
+) -> Any:
+    """A hashlib sha256 over a file's first `length` bytes, or over all of it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while length is None or length > 0:
+            block = file.read(1 << 20 if length is None else min(1 << 20, length))
+            if not block:
+                break
+            digest.update(block)
+            if length is not None:
+                length -= len(block)
+            if advance is not None:
+                advance(len(block))
+    return digest
+
+
+class TokenStream:
+    """One split of a corpus. Cheap to pickle and safe to fork: files are mapped on first use."""
+
+    def __init__(self, folder: Path, split: str, entry: dict[str, Any], dtype: np.dtype) -> None:
+        self.split = split
+        self.tokens: int = entry["tokens"]
+        self.documents: int = entry["documents"]
+        self.bytes: int = entry["bytes"]  # of text, in UTF-8
+        self._dtype = dtype
+        self._shards = [(folder / s["file"], s["tokens"]) for s in entry["shards"]]
+        self._starts = np.cumsum([0, *(tokens for _, tokens in self._shards)])
+        self._ends_path = folder / ends_name(split)
+        self._maps: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __repr__(self) -> str:
+        return f"TokenStream({self.split!r}, tokens={self.tokens}, documents={self.documents})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memmap would be the data itself.
+        return {**{k: v for k, v in self.__dict__.items() if k != "ends"}, "_maps": {}}
+
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """Where each document ends in the stream: uint64 [documents], never decreasing."""
+        return _map(self._ends_path, END_DTYPE, self.documents)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` as int64 [stop - start].
+
+        Raises IndexError unless 0 <= start <= stop <= tokens.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(
+                f"{self.split} tokens {start}:{stop} were asked for; start and stop must be in "
+                f"order and within 0:{self.tokens}"
+            )
+        out = np.empty(stop - start, np.int64)
+        at = start
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while at < stop:
+            first = int(self._starts[index])
+            end = min(stop, int(self._starts[index + 1]))
+            out[at - start : end - start] = self._shard(index)[at - first : end - first]
+            at = end
+            index += 1
+        return out
+
+    def _shard(self, index: int) -> np.ndarray:
+        if index not in self._maps:
+            path, tokens = self._shards[index]
+            self._maps[index] = _map(path, self._dtype, tokens)
+        return self._maps[index]
+
+
+class Corpus:
+    """A prepared corpus, opened for reading by `open_corpus`."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.path = folder
+        self.manifest = manifest
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        dtype = np.dtype(manifest["dtype"])
+        splits = manifest["splits"]
+        self.train = TokenStream(folder, "train", splits["train"], dtype)
+        self.validation = TokenStream(folder, "validation", splits["validation"], dtype)
+
+    def __repr__(self) -> str:
+        return f"Corpus({str(self.path)!r}, {self.train!r}, {self.validation!r})"
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the manifest's content, hence of every token and of the tokenizer."""
+        text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer that the corpus was made with.
+
+        Raises FileNotFoundError if its file is gone, ValueError if it is another one.
+        """
+        from .tokenizer import FILE_NAME, TextTokenizer
+
+        path = self.path / FILE_NAME
+        expected = self.manifest["tokenizer"]
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: put it back, or {_AGAIN}")
+        try:
+            tokenizer = TextTokenizer(path.read_text(encoding="utf-8"), expected["name"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; put it back, or {_AGAIN}") from error
+        if tokenizer.sha256 != expected["sha256"]:
+            raise ValueError(
+                f"{path} is not the tokenizer that the tokens were made with: sha256 "
+                f"{tokenizer.sha256}, expected {expected['sha256']}; put it back, or {_AGAIN}"
+            )
+        return tokenizer
+
+    def files(self) -> list[tuple[Path, int, str]]:
+        """Every data file: path, bytes that it must have, sha256."""
+        itemsize = np.dtype(self.manifest["dtype"]).itemsize
+        found = []
+        for split in SPLITS:
+            entry = self.manifest["splits"][split]
+            for shard in entry["shards"]:
+                path = self.path / shard["file"]
+                found.append((path, shard["tokens"] * itemsize, shard["sha256"]))
+            size = entry["documents"] * END_DTYPE.itemsize
+            found.append((self.path / ends_name(split), size, entry["documents_sha256"]))
+        skipped = self.manifest["skipped"]
+        found.append((self.path / skipped["file"], skipped["size"], skipped["sha256"]))
+        return found
+
+    def check(self) -> None:
+        """What can be checked without reading the tokens: files, sizes, tokenizer, counts.
+
+        Raises FileNotFoundError or ValueError, naming the file, what was found and expected.
+        """
+        for path, size, _ in self.files():
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path} is missing ({size:,} bytes expected): put it back, or {_AGAIN}"
+                )
+            found = path.stat().st_size
+            if found != size:
+                raise ValueError(f"{path} has {found:,} bytes, expected {size:,}: {_AGAIN}")
+        for stream in (self.train, self.validation):
+            last = int(stream.ends[-1]) if stream.documents else 0
+            counted = sum(s["tokens"] for s in self.manifest["splits"][stream.split]["shards"])
+            if not last == stream.tokens == counted:
+                raise ValueError(
+                    f"{self.path / ends_name(stream.split)} ends at token {last:,} and the shards "
+                    f"have {counted:,}, expected {stream.tokens:,}: {_AGAIN}"
+                )
+        self.tokenizer()
+
+    def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Reads every file again and compares its hash with the manifest's.
+
+        progress: called with the file's name, the bytes done and the bytes in all.
+        Raises ValueError naming every file that differs; FileNotFoundError if one is missing.
+        """
+        self.check()
+        files = self.files()
+        total = sum(size for _, size, _ in files)
+        done = 0
+        wrong = []
+        for path, _, expected in files:
+
+            def advance(count: int, name: str = path.name) -> None:
+                nonlocal done
+                done += count
+                if progress is not None:
+                    progress(name, done, total)
+
+            found = hash_file(path, advance=advance).hexdigest()
+            if found != expected:
+                wrong.append(f"{path}: sha256 {found}, expected {expected}")
+        if wrong:
+            raise ValueError("\n".join([*wrong, f"the content was changed: {_AGAIN}"]))
+
+
+def open_corpus(path: str | Path) -> Corpus:
+    """Opens a prepared corpus and checks that it is whole, without reading its tokens.
+
+    Raises FileNotFoundError if there is no corpus or one of its files is missing, and ValueError if
+    it is of another format or a file does not match the manifest.
+    """
+    folder = Path(path)
+    file = folder / "manifest.json"
+    if not file.is_file():
+        partial = folder.with_name(folder.name + ".partial")
+        if partial.is_dir():
+            hint = f"{partial} is unfinished: run its `trellis data prepare` again to go on"
+        else:
+            hint = "make a corpus with `trellis data prepare SOURCE --out DIR`"
+        raise FileNotFoundError(f"{folder} is not a corpus: there is no {file.name}; {hint}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        found = (manifest["format"], manifest["format_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a manifest of a corpus ({error!r}): {_AGAIN}") from error
+    if found != (FORMAT, FORMAT_VERSION):
+        raise ValueError(
+            f"{file} is of format {found[0]!r}, version {found[1]!r}; this library reads "
+            f"{FORMAT!r}, version {FORMAT_VERSION}: use the version of trellis that wrote it "
+            f"({manifest.get('library_version')}), or {_AGAIN}"
+        )
+    try:
+        corpus = Corpus(folder, manifest)
+        corpus.files()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is incomplete ({error!r}): {_AGAIN}") from error
+    corpus.check()
+    return corpus
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r", shape=(count,))

@@ -1,0 +1,83 @@
+"""The corpus that every machine has: the interpreter's own standard library and documentation."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from .documents import Event, whole_text
+
+#: Folders without prose or code worth reading, or that differ between installations.
+_LEFT_OUT = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "turtledemo",
+    "_bundled", "lib-dynload", "pydoc_data", "lib2to3",
+}  # fmt: skip
+#: Tables and build settings of one machine: not language, and pydoc's topics come as documentation.
+_JUNK = re.compile(
+    r"encodings/(cp\d+|iso8859_\d+|mac_\w+|koi8_\w|kz1048|ptcp154|palmos|hp_roman8|tis_620|aliases)\.py"
+    r"|.*/?_sysconfigdata\w*\.py|html/entities\.py|token\.py|symbol\.py|.*_tables?\.py"
+)
+
+
+def folder() -> Path:
+    """Where the standard library's sources are."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def source_files() -> list[str]:
+    """Paths of the library's sources, relative to `folder()`, sorted."""
+    root = folder()
+    found = []
+    for where, folders, files in os.walk(root):
+        folders[:] = sorted(
+            f for f in folders if f not in _LEFT_OUT and not f.startswith("config-")
+        )
+        for file in files:
+            path = Path(where, file).relative_to(root).as_posix()
+            if path.endswith(".py") and not _JUNK.fullmatch(path):
+                found.append(path)
+    return sorted(found)
+
+
+def documentation() -> Iterator[Event]:
+    """The language reference that pydoc carries, then the docstrings of the built-in modules."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:  # left out by some distributions
+        topics = {}
+    for name in sorted(topics):
+        yield from whole_text(topics[name].strip() + "\n", f"stdlib:topic/{name}")
+    for name in sorted(sys.builtin_module_names):
+        if name not in ("__main__", "antigravity", "this"):
+            yield from whole_text(_describe(name), f"stdlib:module/{name}")
+
+
+def _describe(name: str) -> str:
+    """The docstrings of a built-in module, which has no source to read them from."""
+    module = importlib.import_module(name)
+    parts = [f"{name}\n{'=' * len(name)}\n\n{inspect.getdoc(module) or ''}\n"]
+    for key in sorted(vars(module)):
+        value = vars(module)[key]
+        if key.startswith("_") or not (inspect.isroutine(value) or inspect.isclass(value)):
+            continue
+        parts.append(_entry(f"{name}.{key}", value))
+        if inspect.isclass(value) and getattr(value, "__module__", None) == name:
+            # Inherited docstrings would be said again for every class.
+            members = (m for m in sorted(vars(value)) if not m.startswith("__"))
+            parts += [_entry(f"{name}.{key}.{m}", vars(value)[m]) for m in members]
+    return "\n".join(part for part in parts if part)
+
+
+def _entry(title: str, value: object) -> str:
+    doc = getattr(value, "__doc__", None)
+    if not isinstance(doc, str) or not doc.strip():
+        return ""
+    signature = getattr(value, "__text_signature__", None) or ""
+    body = inspect.cleandoc(doc).replace("\n", "\n    ")
+    return f"{title}{signature}\n    {body}\n"
