@@ -1,14 +1,14 @@
 """Batches as pure functions of (seed, step).
 
 The global batch of a step is `rows` rows of `context` tokens. Processes take slices of the rows, or
-parts of every row; any step can be made again, by any number of processes, without what came before.
+parts of every row; any step can be made again, by any number of processes, from these alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,11 @@ KINDS = ("packed", "contiguous")
 class Stream(Protocol):
     """Documents, joined. `ends` holds where each ends, in tokens from the stream's beginning."""
 
-    tokens: int
-    ends: np.ndarray
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def ends(self) -> np.ndarray: ...
 
     def read(self, start: int, stop: int) -> np.ndarray: ...
 
@@ -50,7 +53,7 @@ class Batch:
     predicted: int
 
     def to(self, device: torch.device) -> Batch:
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
@@ -137,7 +140,7 @@ class Batches:
         return self._order, row * self.lane + index * self.context
 
     def _goes_on(self, step: int, stream: Stream, start: int, begin: int, cut: int | None) -> bool:
-        """Whether the token at `start`, at place `begin` of its row, continues its document here."""
+        """Whether the token at `start`, place `begin` of its row, continues its document here."""
         if cut is not None and begin % cut == 0:
             return False
         carried = self.kind == "contiguous" and step % (self.windows // self.rows) > 0

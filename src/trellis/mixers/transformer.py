@@ -90,8 +90,8 @@ class TransformerMixer(Mixer):
         return 2 * self.heads * self.head * columns + 1
 
     def flops(self, context: int) -> float:
-        window = self.config.window or context
-        seen = window - window * (window - 1) / (2 * context) if window < context else (context + 1) / 2
+        window = min(self.config.window or context, context)
+        seen = window - window * (window - 1) / (2 * context)  # tokens, on average
         return 4 * self.heads * self.head * seen  # scores and weighted values
 
     @property

@@ -1,6 +1,6 @@
 """Floating-point operations of a model, by one formula for all mixers.
 
-forward(token) = 2 x (entries of all linear maps, the head included) + sum over layers of mixer.flops
+forward(token) = 2 x (entries of all linear maps, the head included) + sum of all mixers' flops
 training(token) = 3 x forward: the backward makes two products for each of the forward's.
 """
 
@@ -24,5 +24,5 @@ def forward_flops(model: nn.Module, context: int) -> float:
 
 
 def training_flops(model: nn.Module, context: int) -> float:
-    """Operations per token of a training step; what activation checkpointing repeats not counted."""
+    """Operations per token of a training step, without what activation checkpointing repeats."""
     return 3 * forward_flops(model, context)

@@ -35,10 +35,12 @@ def next_token_loss(
     flat = hidden.flatten(0, 1)
     targets = targets.flatten()
     predicted = targets != IGNORED
-    if _is_plain_linear(head, flat):
+    if not _is_plain_linear(head, flat):
+        total = _recomputed_loss(flat, targets, head, chunk)
+    elif torch.is_grad_enabled():
         total = _LinearLoss.apply(flat, head.weight, targets, chunk)
     else:
-        total = _recomputed_loss(flat, targets, head, chunk)
+        total, _, _ = _linear_loss(flat, head.weight, targets, chunk, (False, False))
     return total / (predicted.sum() if count is None else count)
 
 
@@ -64,47 +66,52 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(device, enabled=False):
-            states, maps = (t if dtype is None else t.to(dtype) for t in (hidden, weight))
-            total = hidden.new_zeros((), dtype=torch.float32)
-            dhidden = torch.empty_like(hidden) if need_hidden else None
-            dweight = None
-            if need_weight:  # summed in fp32 over the chunks
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                dweight = torch.zeros_like(weight, dtype=wide)
-            for start in range(0, states.shape[0], chunk):
-                part = slice(start, start + chunk)
-                logits = F.linear(states[part], maps).float()
-                gradient = need_hidden or need_weight
-                total = total + cross_entropy_(logits, targets[part], gradient=gradient)
-                logits = logits.to(maps.dtype)
-                if dhidden is not None:
-                    dhidden[part] = logits @ maps
-                if dweight is not None:
-                    _add_product(dweight, logits.T, states[part])
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.weight_dtype = weight.dtype
+        total, *gradients = _linear_loss(hidden, weight, targets, chunk, ctx.needs_input_grad[:2])
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = hidden.dtype, weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        dhidden, dweight = ctx.saved_tensors
-        if dhidden is not None:
-            dhidden = dhidden * scale.to(dhidden.dtype)
-        if dweight is not None:
-            dweight = (dweight * scale.to(dweight.dtype)).to(ctx.weight_dtype)
-        return dhidden, dweight, None, None
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [
+            # In fp32: `scale` is a small number, and rounding it would shift all gradients alike.
+            None if g is None else (_wide(g) * scale).to(dtype)
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return (*scaled, None, None)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
+def _linear_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, needed: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The summed loss, and its gradients of hidden and weight where they are needed."""
+    device = hidden.device.type
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(device)
+    states, maps = hidden.to(dtype), weight.to(dtype)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    dhidden = torch.empty_like(states) if needed[0] else None
+    # The sum over the chunks is in fp32 at least.
+    dweight = torch.zeros_like(_wide(maps)) if needed[1] else None
+    with torch.autocast(device, enabled=False):
+        for start in range(0, states.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = F.linear(states[part], maps).float()
+            total = total + cross_entropy_(logits, targets[part], gradient=any(needed))
+            dlogits = logits.to(dtype)
+            if dhidden is not None:
+                dhidden[part] = dlogits @ maps
+            if dweight is not None and dweight.dtype == dtype:
+                dweight.addmm_(dlogits.T, states[part])
+            elif dweight is not None:
+                dweight.add_(dlogits.T @ states[part])
+    return total, dhidden, dweight
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _recomputed_loss(

@@ -108,8 +108,9 @@ class TrellisModel(TrellisPreTrainedModel):
         or right; with a cache it may also cover the tokens read before. cu_seqlens [N+1] makes
         one row (B = 1) a pack of N sequences. hidden_to_keep returns only that many of the last
         hidden states (0: all). `relay`, instead of a cache, hands states into and out of every
-        layer; the training loop carries them across steps and processes with it. Positions follow from the order of the tokens: `position_ids`,
-        which generate() passes, are not used.
+        layer; the training loop carries them across steps and processes with it. Positions
+        follow from the order of the tokens: `position_ids`, which generate() passes, are not
+        used.
         """
         _refuse_misspelt(kwargs, type(self).forward)
         given = input_ids if inputs_embeds is None else inputs_embeds
@@ -142,7 +143,8 @@ class TrellisModel(TrellisPreTrainedModel):
             part = slice(start, start + size)
             x = self.embed_tokens(input_ids[:, part]) if input_ids is not None else given[:, part]
             mask = attention_mask[:, part] if attention_mask is not None else None
-            x, all_hidden = self._read(x, mask, cache, cu_seqlens, relay, bool(output_hidden_states))
+            traced = bool(output_hidden_states)
+            x, all_hidden = self._read(x, mask, cache, cu_seqlens, relay, traced)
             if start + x.shape[1] > first_kept or tokens == 0:
                 kept.append(self.norm(x[:, max(first_kept - start, 0) :]))
         hidden = kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)

@@ -95,10 +95,8 @@ def processes(recipe: Recipe) -> Iterator[Processes]:
         parts = recipe.train.sequence_parallel
         relay_group = None
         if parts > 1:  # every process takes part in making every group
-            groups = [
-                dist.new_group(list(range(start, start + parts)))
-                for start in range(0, world, parts)
-            ]
+            starts = range(0, world, parts)
+            groups = [dist.new_group(list(range(start, start + parts))) for start in starts]
             relay_group = groups[rank // parts]
         yield Processes(rank, world, device, parts, relay_group)
     finally:

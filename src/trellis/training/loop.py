@@ -236,10 +236,10 @@ class Trainer:
         with torch.no_grad(), Watch(self.model) as watch:
             for number in range(len(self.micro)):
                 self._forward(self._batch(self.step - 1, number), lanes[number])
+        cause = diagnose(self.model, watch.first)
         raise TrainingStopped(
             f"{self.bad_in_a_row} steps in a row gave a loss or gradient that is not finite (step "
-            f"{self.step}: loss {loss}, gradient norm {norm}): {diagnose(self.model, watch.first)}. "
-            f"{self._newest()}"
+            f"{self.step}: loss {loss}, gradient norm {norm}): {cause}. {self._newest()}"
         )
 
     # What is written.
@@ -314,7 +314,7 @@ class Trainer:
         )
 
     def _gathered_lanes(self) -> dict[str, Tensor]:
-        """The carried states of all rows of the global batch, on rank 0; nothing if there are none."""
+        """The carried states of all rows of the global batch, on rank 0, if there are any."""
         present = [states for states in self.lanes if states is not None]
         if len(present) < len(self.lanes):
             return {}

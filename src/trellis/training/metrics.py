@@ -1,7 +1,7 @@
 """What a person sees of a run: metrics.jsonl, the progress line, TensorBoard.
 
-A record of metrics.jsonl has its `step`, what was measured, and under `timing` all that differs from
-run to run; without `timing`, an interrupted and resumed run writes the same bytes.
+A record of metrics.jsonl has its `step`, what was measured, and under `timing` all that differs
+from run to run; without `timing`, an interrupted and resumed run writes the same bytes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,7 +12,7 @@ from .recipe import TrainSection
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Weights of linear maps. Norms, biases, gates, convolutions, memories, embeddings do not decay.
+    """The weights of linear maps; all else (norms, biases, gates, embeddings, ...) does not decay.
 
     A tied head counts as the embedding that it is.
     """
@@ -26,12 +28,11 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 def build_optimizer(model: nn.Module, train: TrainSection, fused: bool) -> torch.optim.AdamW:
     decayed = decayed_names(model)
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if n in decayed]},
-        {
-            "params": [p for n, p in model.named_parameters() if n not in decayed],
-            "weight_decay": 0.0,
-        },
+    named = dict(model.named_parameters())
+    kept = [p for name, p in named.items() if name not in decayed]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named.items() if name in decayed]},
+        {"params": kept, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups,

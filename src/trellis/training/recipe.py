@@ -25,7 +25,7 @@ from ..ops.checks import choice
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[import-not-found]
 
 PRECISIONS = ("auto", "fp32", "bf16")
 STRATEGIES = ("ddp", "fsdp")
@@ -373,9 +373,11 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
         return float(value)
     elif wanted is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    elif isinstance(wanted, type) and isinstance(value, wanted):
-        if not (wanted is int and isinstance(value, bool)):
+    elif isinstance(value, bool):  # to Python, True is a whole number
+        if wanted is bool:
             return value
+    elif isinstance(wanted, type) and isinstance(value, wanted):
+        return value
     raise ValueError(f"{name} must be {_said(wanted)}; got {value!r}")
 
 

@@ -29,7 +29,8 @@ RECIPE = "recipe.json"
 CHANGEABLE = (
     "train.steps", "train.tokens", "train.micro_rows", "train.precision", "train.checkpointing",
     "train.compile", "train.device", "train.strategy", "train.sequence_parallel",
-    "train.max_bad_steps", "data.path", "data.validation_path", "data.sources", "log.", "checkpoint.",
+    "train.max_bad_steps", "data.path", "data.validation_path", "data.sources", "log.",
+    "checkpoint.",
 )  # fmt: skip
 
 

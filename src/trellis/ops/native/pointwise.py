@@ -22,7 +22,7 @@ SOURCE = build.Source(
     shared=("simd.h",),
 )
 #: Below so many numbers a call costs more than it saves, as in decoding token by token.
-SMALLEST = 2**14
+SMALLEST = 2**15
 
 log = logging.getLogger("trellis")
 
