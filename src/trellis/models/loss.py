@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -72,14 +71,33 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
             # In fp32: `scale` is a small number, and rounding it would shift all gradients alike.
             None if g is None else (_wide(g) * scale).to(dtype)
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         ]
+        if torch.is_grad_enabled():  # create_graph=True
+            scaled = [
+                None if g is None else _Once.apply(g, g.new_zeros(0).requires_grad_())
+                for g in scaled
+            ]
         return (*scaled, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that is not to be differentiated: without this it would pass for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "the loss cannot be differentiated twice: for double backward (create_graph=True) "
+            "compute it from the model's logits"
+        )
 
 
 def _linear_loss(
@@ -95,10 +113,13 @@ def _linear_loss(
     dhidden = torch.empty_like(states) if needed[0] else None
     # The sum over the chunks is in fp32 at least.
     dweight = torch.zeros_like(_wide(maps)) if needed[1] else None
+    # One room for the logits of all chunks: fresh memory of this size costs as much as a third of
+    # the product that fills it.
+    room = states.new_empty(min(chunk, states.shape[0]), maps.shape[0])
     with torch.autocast(device, enabled=False):
         for start in range(0, states.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = F.linear(states[part], maps).float()
+            part = slice(start, min(start + chunk, states.shape[0]))
+            logits = torch.mm(states[part], maps.T, out=room[: part.stop - start]).float()
             total = total + cross_entropy_(logits, targets[part], gradient=any(needed))
             dlogits = logits.to(dtype)
             if dhidden is not None:

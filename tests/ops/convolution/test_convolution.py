@@ -1,50 +1,91 @@
+"""The convolution against its definition."""
+
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.fused import check_against, normal, run
 from tests.support import relative_rms
 
 from trellis.ops import causal_convolution
 from trellis.ops.convolution.reference import causal_convolution_reference
 
-
-def run(function, x, weight, tail):
-    leaves = [t.clone().requires_grad_() for t in (x, weight, tail)]
-    y, after = function(*leaves)
-    (y.square().sum() + after.square().sum()).backward()
-    return [
-        y,
-        after,
-        *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves),
-    ]
+pytestmark = pytest.mark.usefixtures("fused_at_every_size")
+both_activations = pytest.mark.parametrize("activation", ["identity", "silu"])
 
 
-@given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    width=st.integers(1, 5),
-    channels=st.integers(1, 4),
-)
-def test_packed_and_plain_equal_the_reference(lengths, width, channels):
-    x = torch.randn(1, sum(lengths), channels, dtype=torch.float64)
-    weight = torch.randn(channels, width, dtype=torch.float64)
-    tail = torch.randn(len(lengths), width - 1, channels, dtype=torch.float64)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
+def reference_of(activation, bounds=None):
+    """The definition, for a batch, or sequence by sequence for a pack."""
 
-    def packed(x, weight, tail):
-        return causal_convolution(x, weight, tail=tail, cu_seqlens=bounds)
-
-    def apart(x, weight, tail):
+    def convolved(x, weight, tail):
+        if bounds is None:
+            return causal_convolution_reference(x, weight, tail)
         runs = [
             causal_convolution_reference(x[:, begin:end], weight, tail[n : n + 1])
             for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))
         ]
         return torch.cat([y for y, _ in runs], dim=1), torch.cat([t for _, t in runs])
 
-    for one, other in zip(run(packed, x, weight, tail), run(apart, x, weight, tail)):
-        assert relative_rms(one, other) < 1e-13
-    plain = run(lambda x, w, t: causal_convolution(x, w, tail=t), x, weight, tail[:1])
-    for one, other in zip(plain, run(causal_convolution_reference, x, weight, tail[:1])):
-        assert relative_rms(one, other) < 1e-13
+    def whole(x, weight, tail):
+        y, after = convolved(x, weight, tail)
+        return F.silu(y) if activation == "silu" else y, after
+
+    return whole
+
+
+def op(activation, bounds=None):
+    def whole(x, weight, tail):
+        return causal_convolution(x, weight, tail=tail, cu_seqlens=bounds, activation=activation)
+
+    return whole
+
+
+@both_activations
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    width=st.integers(1, 5),
+    channels=st.integers(1, 20),
+)
+def test_packed_and_plain_equal_the_reference(activation, lengths, width, channels):
+    x = normal(1, sum(lengths), channels)
+    weight = normal(channels, width, seed=1)
+    tail = normal(len(lengths), width - 1, channels, seed=2)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    check_against(reference_of(activation, bounds), op(activation, bounds), (x, weight, tail))
+    check_against(reference_of(activation), op(activation), (x, weight, tail[:1]))
+
+
+@both_activations
+@pytest.mark.parametrize("lengths", [[63, 64, 65], [200], [0, 130, 0, 1, 2], [128, 3]])
+def test_sequences_of_several_parts(activation, lengths):
+    """The kernel computes 64 tokens at a time: what crosses a part must not be lost."""
+    x, weight = normal(1, sum(lengths), 21), normal(21, 4, seed=1)
+    tail = normal(len(lengths), 3, 21, seed=2)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    check_against(reference_of(activation, bounds), op(activation, bounds), (x, weight, tail))
+
+
+@both_activations
+@pytest.mark.parametrize(("batch", "tokens"), [(3, 70), (2, 1), (3, 0), (0, 4)])
+def test_batches(activation, batch, tokens):
+    leaves = (normal(batch, tokens, 17), normal(17, 4, seed=1), normal(batch, 3, 17, seed=2))
+    check_against(reference_of(activation), op(activation), leaves)
+
+
+@pytest.mark.parametrize("width", [16, 17])
+def test_wide_windows(width):
+    leaves = (normal(2, 40, 5), normal(5, width, seed=1), normal(2, width - 1, 5, seed=2))
+    check_against(reference_of("silu"), op("silu"), leaves)
+
+
+def test_strided_inputs():
+    leaves = (normal(9, 2, 30), normal(4, 9, seed=1), normal(9, 3, 2, seed=2))
+
+    def strided(function):
+        return lambda x, w, t: function(x.permute(1, 2, 0), w.T, t.permute(2, 1, 0))
+
+    check_against(strided(reference_of("silu")), strided(op("silu")), leaves)
 
 
 def test_equals_conv1d():
@@ -52,3 +93,32 @@ def test_equals_conv1d():
     y, _ = causal_convolution(x, weight)
     expected = F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=3).mT
     assert relative_rms(y, expected) < 1e-6
+
+
+def test_what_is_not_finite_stays_in_its_sequence_and_behind_its_token():
+    lengths = [70, 90, 5]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    leaves = [normal(1, 165, 18), normal(18, 4, seed=1), normal(3, 3, 18, seed=2)]
+    clean = run(op("silu", bounds), leaves, torch.float32)
+    leaves[0][0, 100, 5] = float("nan")
+    spoilt = run(op("silu", bounds), leaves, torch.float32)
+    touched = torch.zeros(1, 165, 18, dtype=torch.bool)
+    touched[0, 100:104, 5] = True
+    assert torch.equal(torch.isnan(spoilt[0]), touched)
+    assert torch.equal(spoilt[0][~touched], clean[0][~touched])
+    touched[0, 97:104, 5] = True  # the gradient goes back to what those outputs saw
+    assert torch.equal(spoilt[2][~touched], clean[2][~touched])
+    assert torch.equal(spoilt[1], clean[1])
+    assert torch.equal(spoilt[4], clean[4])
+
+
+def test_the_new_tail_does_not_hold_on_to_the_input():
+    x = torch.randn(2, 30, 4)
+    _, tail = causal_convolution(x, torch.randn(4, 4))
+    assert tail.untyped_storage().nbytes() == tail.numel() * 4
+    assert torch.equal(tail, x[:, -3:])
+
+
+def test_the_activation_is_checked():
+    with pytest.raises(ValueError, match="activation must be one of identity, silu; got 'gelu'"):
+        causal_convolution(torch.ones(1, 2, 3), torch.ones(3, 2), activation="gelu")

@@ -31,7 +31,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").float()
     if gradient:
         skipped = (targets == IGNORED)[:, None]
-        logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
+        logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+        logits.div_(logits.sum(-1, keepdim=True))
         taken = targets[:, None].masked_fill(skipped, 0)
         logits.scatter_add_(1, taken, torch.full_like(taken, -1, dtype=logits.dtype))
         logits.masked_fill_(skipped, 0.0)  # also where an ignored row is not finite

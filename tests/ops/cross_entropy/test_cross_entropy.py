@@ -1,0 +1,83 @@
+"""The cross-entropy and its gradient against their definition."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.ops.fused import FP32, FP64, normal
+from tests.support import relative_rms
+
+from trellis.ops import cross_entropy_
+from trellis.ops.cross_entropy import IGNORED
+from trellis.ops.cross_entropy.reference import cross_entropy_reference
+
+pytestmark = pytest.mark.usefixtures("fused_at_every_size")
+
+
+def targets_of(rows, classes, ignored=0.3):
+    generator = torch.Generator().manual_seed(rows)
+    targets = torch.randint(0, classes, (rows,), generator=generator)
+    return targets.masked_fill(torch.rand(rows, generator=generator) < ignored, IGNORED)
+
+
+def check(logits, targets):
+    losses, gradient = cross_entropy_reference(logits, targets, IGNORED)
+    for dtype, bound in ((torch.float32, FP32), (torch.float64, FP64)):
+        given_logits = logits.to(dtype)
+        kept = given_logits.clone()
+        loss = cross_entropy_(kept, targets, gradient=False)
+        assert torch.equal(kept, given_logits)
+        assert torch.equal(cross_entropy_(kept, targets, gradient=True), loss)
+        assert loss.dtype == torch.float32
+        assert relative_rms(loss, losses.sum()) < FP32
+        assert relative_rms(kept, gradient) < bound
+
+
+@given(rows=st.integers(0, 9), classes=st.integers(1, 70), scale=st.sampled_from([0, 1, 50]))
+def test_loss_and_gradient_equal_the_reference(rows, classes, scale):
+    check(scale * normal(rows, classes), targets_of(rows, classes))
+
+
+def test_many_classes_and_a_large_offset():
+    check(3 * normal(7, 8191) + 1000, targets_of(7, 8191))
+
+
+def test_all_ignored():
+    logits = normal(3, 5).float()
+    assert cross_entropy_(logits, torch.full((3,), IGNORED), gradient=True) == 0
+    assert torch.equal(logits, torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(dtype, value):
+    logits = normal(4, 20).to(dtype)
+    clean, targets = logits.clone(), torch.tensor([3, 1, IGNORED, 0])
+    cross_entropy_(clean, targets, gradient=True)
+    logits[1, 19] = logits[2, 4] = value
+    loss = cross_entropy_(logits, targets, gradient=True)
+    assert torch.isnan(loss)
+    assert torch.isnan(logits[1]).all()
+    assert torch.equal(logits[[0, 3]], clean[[0, 3]])
+    assert torch.equal(logits[2], torch.zeros(20, dtype=dtype))  # an ignored row asks for nothing
+
+
+def test_classes_that_are_ruled_out_have_no_gradient():
+    logits = torch.tensor([[1.0, float("-inf"), 2.0, *[0.0] * 20]])
+    expected = logits.softmax(-1)
+    cross_entropy_(logits, torch.tensor([2]), gradient=True)
+    assert logits[0, 1] == 0
+    assert torch.allclose(logits[0, :2], expected[0, :2])
+
+
+@pytest.mark.parametrize("target", [5, -1])
+def test_targets_are_checked(target):
+    with pytest.raises(IndexError, match=r"[Tt]arget"):
+        cross_entropy_(torch.ones(2, 5), torch.tensor([0, target]), gradient=True)
+
+
+def test_strided_logits():
+    logits = normal(20, 6).float().T
+    expected = cross_entropy_reference(logits.double(), targets_of(6, 20), IGNORED)[1]
+    cross_entropy_(logits, targets_of(6, 20), gradient=True)
+    assert relative_rms(logits, expected) < FP32

@@ -1,0 +1,45 @@
+"""Where the fused pointwise kernels run, and where plain PyTorch does."""
+
+import logging
+
+import pytest
+import torch
+from tests.ops.fused import FP32
+from tests.support import relative_rms
+
+from trellis.ops import unit_length
+from trellis.ops.native import pointwise
+
+LARGE = torch.ones(pointwise.SMALLEST)
+
+
+def test_on_large_tensors_of_fp32():
+    assert pointwise.takes(LARGE, torch.ones(3))
+    assert not pointwise.takes(torch.ones(5))
+    assert not pointwise.takes(LARGE, torch.ones(3, dtype=torch.bfloat16))
+    assert not pointwise.takes(LARGE.double())
+    assert not pointwise.takes(LARGE.to("meta"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_unless_the_environment_says_otherwise(backend, monkeypatch):
+    monkeypatch.setenv("TRELLIS_BACKEND", backend)
+    assert not pointwise.takes(LARGE)
+    monkeypatch.setenv("TRELLIS_BACKEND", "native")
+    assert pointwise.takes(LARGE)
+
+
+def test_not_without_a_compiler(monkeypatch, caplog):
+    for cached in (pointwise.kernel, pointwise._load_kernel):
+        cached.cache_clear()
+    try:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        with caplog.at_level(logging.WARNING, logger="trellis"):
+            assert not pointwise.takes(LARGE)
+            y = unit_length(LARGE)
+        assert relative_rms(y, LARGE / len(LARGE) ** 0.5) < FP32
+        assert len(caplog.records) == 1
+        assert "no C++ compiler" in caplog.text
+    finally:
+        for cached in (pointwise.kernel, pointwise._load_kernel):
+            cached.cache_clear()
