@@ -165,24 +165,26 @@ def training_tensors(
 ) -> dict[str, Tensor]:
     """Weights and moments by name; of a sharded model, this process's parts of them.
 
-    A fresh optimizer's moments are made here, as zeros, to be loaded into.
+    The moments of an optimizer that has not taken a step are made here, as zeros.
     """
+    if optimizer is not None and not optimizer.state:
+        _start_moments(model, optimizer)
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
-        if optimizer is None:
-            continue
-        state = optimizer.state[parameter]
-        for moment in MOMENTS:
-            if moment not in state:
-                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            tensors[f"{moment}.{name}"] = state[moment]
-        # fused AdamW counts beside the weights, the others on the CPU.
-        if "step" not in state:
-            fused = optimizer.defaults.get("fused")
-            device = parameter.device if fused else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        if optimizer is not None:
+            for moment in MOMENTS:
+                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
     return tensors
+
+
+def _start_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        state = {moment: torch.zeros_like(parameter).detach() for moment in MOMENTS}
+        # Fused AdamW counts beside the weights, the others on the CPU.
+        device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer.state[parameter] = state
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:

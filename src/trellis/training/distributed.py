@@ -161,6 +161,13 @@ def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
+def reshard(model: nn.Module) -> None:
+    """Sharded weights as the optimizer knows them, also after a forward without a backward."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that may be sharded, as one. Every process must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

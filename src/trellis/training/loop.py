@@ -25,7 +25,7 @@ from ..models.flops import training_flops
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .diagnosis import Watch, diagnose
-from .distributed import Processes, spread, synchronised, whole
+from .distributed import Processes, reshard, spread, synchronised, whole
 from .metrics import Metrics, ProgressLine, perplexity
 from .optimizer import build_optimizer
 from .recipe import Recipe
@@ -281,6 +281,7 @@ class Trainer:
             self.called, self.validation, recipe.data.context, recipe.log.validation_tokens, rows,
             self.group,
         )  # fmt: skip
+        reshard(self.model)
         if metrics is not None:
             metrics.write({"step": self.step, **found})
         loss = found["validation_loss"]
