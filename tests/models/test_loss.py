@@ -173,6 +173,13 @@ def test_tied_weights():
         assert relative_rms(one.grad, other.grad) < 2e-5
 
 
+def test_torch_func():
+    hidden, targets, head = problem()
+    (expected,) = torch.autograd.grad(whole(hidden, targets, head), hidden)
+    found = torch.func.grad(lambda x: next_token_loss(x, targets, head, chunk=50))(hidden.detach())
+    assert relative_rms(found, expected) < 2e-5
+
+
 def test_compiled():
     hidden, targets, head = problem()
 

@@ -12,6 +12,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.cross_entropy import IGNORED, cross_entropy_
+from ..ops.environment import under_transform
 
 __all__ = ["IGNORED", "next_token_loss"]
 
@@ -44,7 +45,10 @@ def next_token_loss(
 
 
 def _is_plain_linear(head: Any, hidden: Tensor) -> TypeGuard[nn.Linear]:
-    """Whether head(x) is x times its weight and nothing else: no bias, wrapper or hook."""
+    """Whether head(x) is x times its weight and nothing else: no bias, wrapper or hook.
+
+    Also not under torch.func, which differentiates plain operations only.
+    """
     if type(head) is not nn.Linear or head.bias is not None or "forward" in head.__dict__:
         return False
     watched = (
@@ -52,7 +56,7 @@ def _is_plain_linear(head: Any, hidden: Tensor) -> TypeGuard[nn.Linear]:
         head._backward_pre_hooks, hooks._global_forward_hooks, hooks._global_forward_pre_hooks,
         hooks._global_backward_hooks, hooks._global_backward_pre_hooks,
     )  # fmt: skip
-    if any(watched) or type(head.weight) not in (Tensor, nn.Parameter):
+    if any(watched) or type(head.weight) not in (Tensor, nn.Parameter) or under_transform():
         return False
     return head.weight.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
 

@@ -1,9 +1,11 @@
-"""What the environment says of the backend."""
+"""What surrounds a call: the environment variable, torch.compile, torch.func."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+
+import torch
 
 VARIABLE = "TRELLIS_BACKEND"
 
@@ -17,3 +19,8 @@ def constant_when_compiled(function: Callable[[], str]) -> Callable[[], str]:
 @constant_when_compiled
 def asked_backend() -> str:
     return os.environ.get(VARIABLE, "auto")
+
+
+def under_transform() -> bool:
+    """Whether torch.func (grad, vmap, jvp) is at work, which cannot see into fused backwards."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -131,6 +131,22 @@ def test_autocast_leaves_fp32_as_it_is(name):
 
 
 @every_op
+def test_torch_func(name):
+    function, leaves = OPS[name]
+
+    def scalar(*tensors):
+        y = function(*tensors)
+        return (y[0] if isinstance(y, tuple) else y).sin().sum()
+
+    leaves = tuple(leaf.float() for leaf in leaves)
+    places = tuple(range(len(leaves)))
+    wanted = [leaf.clone().requires_grad_() for leaf in leaves]
+    expected = torch.autograd.grad(scalar(*wanted), wanted)
+    for one, other in zip(torch.func.grad(scalar, places)(*leaves), expected):
+        assert relative_rms(one, other) < FP32
+
+
+@every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_left_to_pytorch(name, dtype, monkeypatch):
     monkeypatch.setattr(pointwise, "kernel", _refuse)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..native.pages import blank_like
 from ..native.pointwise import refuse_double_backward, run
 
 #: The largest width that the kernel takes.
@@ -18,7 +19,7 @@ def convolution(
 ) -> tuple[Tensor, Tensor]:
     """y like x, and the new tail; the arguments are those of causal_convolution."""
     x, tail = x.contiguous(), tail.contiguous()
-    y, final = x.new_empty(x.shape), tail.new_empty(tail.shape)
+    y, final = blank_like(x), blank_like(tail)
     bounds = _bounds(x, cu_seqlens)
     rows = weight.T.contiguous()
     run("convolution", x, rows, tail, bounds, y, final, *_sizes(weight, tail), int(silu))
@@ -41,7 +42,7 @@ def convolution_backward(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, dfinal, x, tail = (t.contiguous() for t in (dy, dfinal, x, tail))
-    dx, dweight, dtail = (t.new_empty(t.shape) for t in (x, weight, tail))
+    dx, dweight, dtail = (blank_like(t) for t in (x, weight, tail))
     bounds = _bounds(x, cu_seqlens)
     rows = weight.T.contiguous()
     run(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..native.pages import in_large_pages
+from ..native.pages import blank_like
 from ..native.pointwise import refuse_double_backward, run
 
 
 @torch.library.custom_op("trellis::silu_product", mutates_args=(), device_types="cpu")
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
-    y = in_large_pages(gate.new_empty(gate.shape))
+    y = blank_like(gate)
     run("silu_product", gate, up, y, gate.numel())
     return y
 
@@ -25,7 +25,7 @@ def _(gate, up):
 @torch.library.custom_op("trellis::silu_product_backward", mutates_args=(), device_types="cpu")
 def silu_product_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup = (in_large_pages(gate.new_empty(gate.shape)) for _ in range(2))
+    dgate, dup = blank_like(gate), blank_like(up)
     run("silu_product_backward", dy, gate, up, dgate, dup, gate.numel())
     return dgate, dup
 

@@ -25,6 +25,11 @@ def in_large_pages(fresh: Tensor) -> Tensor:
     return fresh
 
 
+def blank_like(x: Tensor) -> Tensor:
+    """An unfilled, contiguous tensor of the same shape, in large pages if it is large."""
+    return in_large_pages(x.new_empty(x.shape))
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)

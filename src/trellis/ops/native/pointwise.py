@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..environment import VARIABLE, asked_backend, constant_when_compiled
+from ..environment import VARIABLE, asked_backend, constant_when_compiled, under_transform
 from . import build
 
 SOURCE = build.Source(
@@ -30,8 +30,8 @@ log = logging.getLogger("trellis")
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernels are to compute on these tensors, the first of which is the largest.
 
-    If not, plain PyTorch does: on other devices, in other dtypes, without a compiler, or where
-    TRELLIS_BACKEND asks for it.
+    If not, plain PyTorch does: on other devices, in other dtypes, without a compiler, inside
+    torch.func, or where TRELLIS_BACKEND asks for it.
     """
     for tensor in tensors:
         # Subclasses, such as sharded tensors, have rules of their own.
@@ -42,6 +42,7 @@ def takes(*tensors: Tensor) -> bool:
     return (
         tensors[0].numel() >= SMALLEST
         and asked_backend() in ("auto", "native")
+        and not under_transform()
         and not _missing_kernel()
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..native.pages import blank_like
 from ..native.pointwise import refuse_double_backward, run
 
 
@@ -12,7 +13,7 @@ from ..native.pointwise import refuse_double_backward, run
 def norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, share: float, eps: float) -> Tensor:
     """y = x / sqrt(share |x|^2 + eps) * weight * GELU(gate), over the last dimension."""
     x, weight, gate = _contiguous(x, weight, gate)
-    y = x.new_empty(x.shape)
+    y = blank_like(x)
     rows, size = _rows(x)
     run("norm", x, weight, gate, y, rows, size, share, eps)
     return y
@@ -30,7 +31,7 @@ def norm_backward(
     """Gradients of x, weight and gate; empty for what is None."""
     dy = dy.contiguous()
     x, weight, gate = _contiguous(x, weight, gate)
-    dx, dweight, dgate = (x.new_empty(0 if t is None else t.shape) for t in (x, weight, gate))
+    dx, dweight, dgate = (x.new_empty(0) if t is None else blank_like(t) for t in (x, weight, gate))
     rows, size = _rows(x)
     run(
         "norm_backward", dy, x, weight, gate, dx, dweight, dgate, rows, size, share, eps
