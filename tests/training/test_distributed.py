@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tests.support import relative_rms
 from tests.training.helpers import environment, losses, recipe, table
 
@@ -97,10 +98,35 @@ def test_two_processes_equal_one(runs, name):
     assert_same_weights(two, one)
 
 
+def gradients(run):
+    """Of a run's only step: AdamW's first moments, a tenth of them."""
+    with_moments = {}
+    found = checkpoints.open_checkpoint(run)
+    assert found.step == 1
+    for shard in (found.path / "shards").iterdir():
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                with_moments[name] = file.get_tensor(name)
+    return {name: t for name, t in with_moments.items() if name.startswith("exp_avg.")}
+
+
+@pytest.mark.parametrize("mixer", ["trellis", "transformer"])
+def test_gradients_travel_back_from_process_to_process(corpus, tmp_path, mixer):
+    sections = {"model": {"mixer": mixer}, "train": {"steps": 1, "warmup": 0.0, "clip": 0.0}}
+    train(recipe(corpus, **sections), tmp_path / "one")
+    sections["train"]["sequence_parallel"] = 2
+    launch(tmp_path, [(table(corpus, **sections), tmp_path / "two", False)])
+    one, two = gradients(tmp_path / "one"), gradients(tmp_path / "two")
+    assert len(one) > 20
+    assert one.keys() == two.keys()
+    for name, gradient in one.items():
+        assert relative_rms(two[name], gradient) < 1e-5, name
+
+
 def test_checkpoints_move_between_numbers_of_processes(corpus, runs, tmp_path):
     import shutil
 
-    one, two = runs["ddp"]
+    one = runs["ddp"][0]
     whole = losses(one)
     jobs = []
     for strategy in ("ddp", "fsdp"):
