@@ -1,12 +1,213 @@
-"""`trellis data`."""
+"""`trellis data`: from text to token shards."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+if TYPE_CHECKING:
+    from ..data import Progress
+    from ..data.documents import Skip
 
 app = typer.Typer(no_args_is_help=True, help="From text to token shards.")
 
+_SOURCES = (
+    "Text files, folders, jsonl, their .gz .xz .bz2 .zst and .tar forms, "
+    "hub:DATASET:CONFIG@SPLIT (CONFIG and SPLIT optional), or stdlib: Python's own sources and documentation."
+)
+Sources = Annotated[list[str], typer.Argument(help=_SOURCES, metavar="SOURCE...")]
+TextField = Annotated[str, typer.Option(help="The field of jsonl and datasets with the text.")]
+CorpusFolder = Annotated[Path, typer.Argument(help="A folder that `trellis data prepare` wrote.")]
 
-@app.callback()
-def data() -> None:
-    """From text to token shards."""
+#: Skipped inputs that are named on the terminal; all are in skipped.jsonl.
+_NAMED = 5
+
+
+@app.command()
+def prepare(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="The corpus: a folder that does not exist yet.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, a tokenizer.json, a folder with one, or a name on the hub.")
+    ] = "bytes",
+    validation: Annotated[float, typer.Option(help="Share of documents to hold out.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
+    text_field: TextField = "text",
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard, at most.")] = 1 << 27,
+    max_documents: Annotated[int | None, typer.Option(help="Stop after so many.")] = None,
+) -> None:
+    """Turn text into a corpus of token shards. Interrupted, the same command goes on."""
+    from ..data import prepare_corpus
+
+    skips = _Skips()
+    start = time.monotonic()
+    with _clear_errors(), _progress() as show:
+        try:
+            corpus = prepare_corpus(
+                sources, out, tokenizer=tokenizer, validation=validation, seed=seed,
+                text_field=text_field, shard_tokens=shard_tokens, max_documents=max_documents,
+                progress=show, skipped=skips,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            sys.exit(f"trellis: interrupted; the same command goes on from {out}.partial")
+    seconds = time.monotonic() - start
+    manifest = corpus.manifest
+    skips.summarize(manifest["skipped"]["count"], str(out / manifest["skipped"]["file"]))
+    if manifest["ignored"]:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in manifest["ignored"].items())
+        typer.echo(f"ignored files, by suffix: {kinds}")
+    if manifest["held_out"]:
+        typer.echo(f"validation: {manifest['held_out']['why']}")
+    text = sum(entry["bytes"] for entry in manifest["splits"].values())
+    tokens = corpus.train.tokens + corpus.validation.tokens
+    typer.echo(
+        f"{corpus.train.documents:,} + {corpus.validation.documents:,} documents, "
+        f"{corpus.train.tokens:,} + {corpus.validation.tokens:,} tokens (training + validation), "
+        f"{text / tokens:.2f} bytes per token\n"
+        f"{text / 1e6:,.1f} MB of text in {seconds:.1f} s"
+    )
+    typer.echo(f"written to {out}")
+
+
+@app.command("tokenizer")
+def train_a_tokenizer(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="A folder for tokenizer.json, or a .json file.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32768,
+    text_field: TextField = "text",
+) -> None:
+    """Train a byte-level BPE tokenizer."""
+    from ..data import Progress, train_tokenizer
+
+    skips = _Skips()
+    with _clear_errors(), _progress() as show:
+        result = train_tokenizer(
+            sources, vocab_size, out, text_field=text_field, skipped=skips,
+            progress=lambda n, size: show(Progress(documents=n, text_bytes=size)),
+        )  # fmt: skip
+    skips.summarize(skips.count)
+    if result.vocab_size < vocab_size:
+        typer.echo(f"the text gave {result.vocab_size:,} tokens, not {vocab_size:,}: it is short")
+    typer.echo(f"written to {out}: {result.vocab_size:,} tokens, sha256 {result.sha256}")
+
+
+@app.command()
+def verify(corpus: CorpusFolder) -> None:
+    """Read a corpus again and compare every file with its hash."""
+    from ..data import open_corpus
+
+    opened = open_corpus(corpus)
+    with _bar("{task.description}", bytes_known=True) as (bar, task):
+        opened.verify(
+            lambda name, done, total: bar.update(
+                task, description=name, completed=done, total=total
+            )
+        )
+    count = len(opened.files())
+    typer.echo(f"{corpus} is intact: {count} files, fingerprint {opened.fingerprint}")
+
+
+@app.command()
+def info(corpus: CorpusFolder) -> None:
+    """What a corpus is made of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..data import open_corpus
+
+    opened = open_corpus(corpus)
+    manifest = opened.manifest
+    tokenizer = manifest["tokenizer"]
+    table = Table("split", "documents", "tokens", "bytes of text", "shards")
+    for split, entry in manifest["splits"].items():
+        numbers = (entry["documents"], entry["tokens"], entry["bytes"], len(entry["shards"]))
+        table.add_row(split, *(f"{n:,}" for n in numbers))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    for entry in manifest["sources"]:
+        size = f" ({entry['files']:,} files, {entry['bytes']:,} bytes)" if entry["files"] else ""
+        typer.echo(f"source: {entry['source']}{size}")
+    typer.echo(
+        f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} tokens, "
+        f"sha256 {tokenizer['sha256']}"
+    )
+    options = ", ".join(f"{key} {value}" for key, value in manifest["options"].items())
+    typer.echo(f"options: {options}")
+    if manifest["held_out"]:
+        typer.echo(f"validation: {manifest['held_out']['why']}")
+    for reason, number in manifest["skipped"]["reasons"].items():
+        typer.echo(f"skipped: {number:,} {reason}")
+    typer.echo(f"written by trellis {manifest['library_version']}")
+    typer.echo(f"fingerprint: {opened.fingerprint}")
+
+
+class _Skips:
+    """Names the first inputs that are left out, counts all."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, skip: Skip) -> None:
+        self.count += 1
+        if self.count <= _NAMED:
+            typer.echo(f"skipped {skip.name}: {skip.reason}", err=True)
+
+    def summarize(self, count: int, where: str | None = None) -> None:
+        """`count`: of the whole run, which may have begun before this process."""
+        if count:
+            rest = f"; all are named in {where}" if where else ""
+            typer.echo(f"{count:,} inputs were skipped{rest}", err=True)
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """A package that is missing is the user's to install, not a fault to trace."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+
+
+@contextmanager
+def _bar(text: str, bytes_known: bool) -> Iterator[tuple[Any, Any]]:
+    from rich import progress
+    from rich.console import Console
+
+    columns: list[Any] = [progress.TextColumn(text)]
+    if bytes_known:
+        columns += [progress.BarColumn(), progress.TaskProgressColumn(),
+                    progress.TimeRemainingColumn()]  # fmt: skip
+    columns.append(progress.TimeElapsedColumn())
+    console = Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True,
+                           disable=not console.is_terminal) as bar:  # fmt: skip
+        yield bar, bar.add_task("", total=None)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A function that shows how far a run is; on a terminal only."""
+    start = time.monotonic()
+    first: list[int] = []
+    with _bar("{task.description}", bytes_known=True) as (bar, task):
+
+        def show(progress: Progress) -> None:
+            if not first:
+                first.append(progress.text_bytes)
+            seconds = max(time.monotonic() - start, 1e-9)
+            # A run that goes on has bytes that this process did not read.
+            read = progress.text_bytes - (first[0] if progress.resumed else 0)
+            bar.update(
+                task,
+                description=f"{progress.documents:,} documents, {progress.tokens:,} tokens, "
+                f"{read / 1e6 / seconds:,.1f} MB/s",
+                completed=progress.source_bytes,
+                total=progress.source_total,
+            )
+
+        yield show

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-#: Behind a newline. Neighbours that are spaces would belong to the same run of spaces.
-AFTER_NEWLINE = re.compile(r"(?<=\S)\n(?=\w)")
+#: Behind a newline. Neighbours that are spaces would belong to the same run of spaces. The words
+#: left out begin with the byte 0xC2, as do the spaces that some vocabularies join to a newline.
+_NEWLINE = r"(?<=\S)\n(?=[^\W\x80-\xbf])"
+AFTER_NEWLINE = re.compile(_NEWLINE)
 #: Behind a newline, or before a space: texts with long lines have few newlines.
-AFTER_NEWLINE_OR_BEFORE_SPACE = re.compile(r"(?<=\S)\n(?=\w)|(?<=[a-z])(?= [a-z])")
+AFTER_NEWLINE_OR_BEFORE_SPACE = re.compile(_NEWLINE + r"|(?<=[a-z])(?= [a-z])")
 
 #: A token that has one of these inside reaches over such a place.
-_OVER_NEWLINE = re.compile(rb"\n[^\s]")
+_OVER_NEWLINE = re.compile(rb"\n[^\s\xc2]")
 _OVER_SPACE = re.compile(rb"[a-z] ")
 
 _PROBE = """The quick brown fox (it's said), jumps over 12 lazy dogs.
@@ -43,7 +45,7 @@ def cut(text: str, place: re.Pattern[str], size: int) -> Iterator[str]:
     """Pieces of at least `size` characters (the last may be shorter), cut where `place` matches."""
     start = 0
     while len(text) - start > size:
-        found = place.search(text, start + size)
+        found = place.search(text, start + max(size, 1))
         if found is None:
             break
         yield text[start : found.end()]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
+import json
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -53,31 +54,9 @@ def documentation() -> Iterator[Event]:
         topics = {}
     for name in sorted(topics):
         yield from whole_text(topics[name].strip() + "\n", f"stdlib:topic/{name}")
-    for name in sorted(sys.builtin_module_names):
-        if name not in ("__main__", "antigravity", "this"):
-            yield from whole_text(_describe(name), f"stdlib:module/{name}")
-
-
-def _describe(name: str) -> str:
-    """The docstrings of a built-in module, which has no source to read them from."""
-    module = importlib.import_module(name)
-    parts = [f"{name}\n{'=' * len(name)}\n\n{inspect.getdoc(module) or ''}\n"]
-    for key in sorted(vars(module)):
-        value = vars(module)[key]
-        if key.startswith("_") or not (inspect.isroutine(value) or inspect.isclass(value)):
-            continue
-        parts.append(_entry(f"{name}.{key}", value))
-        if inspect.isclass(value) and getattr(value, "__module__", None) == name:
-            # Inherited docstrings would be said again for every class.
-            members = (m for m in sorted(vars(value)) if not m.startswith("__"))
-            parts += [_entry(f"{name}.{key}.{m}", vars(value)[m]) for m in members]
-    return "\n".join(part for part in parts if part)
-
-
-def _entry(title: str, value: object) -> str:
-    doc = getattr(value, "__doc__", None)
-    if not isinstance(doc, str) or not doc.strip():
-        return ""
-    signature = getattr(value, "__text_signature__", None) or ""
-    body = inspect.cleandoc(doc).replace("\n", "\n    ")
-    return f"{title}{signature}\n    {body}\n"
+    program = Path(__file__).with_name("builtin_docs.py")
+    # Isolated, without site-packages: the same text whatever this process has imported.
+    command = [sys.executable, "-I", "-S", str(program)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8")
+    for name, text in json.loads(printed.stdout).items():
+        yield from whole_text(text, f"stdlib:module/{name}")
