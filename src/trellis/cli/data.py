@@ -19,7 +19,8 @@ app = typer.Typer(no_args_is_help=True, help="From text to token shards.")
 
 _SOURCES = (
     "Text files, folders, jsonl, their .gz .xz .bz2 .zst and .tar forms, "
-    "hub:DATASET:CONFIG@SPLIT (CONFIG and SPLIT optional), or stdlib: Python's own sources and documentation."
+    "hub:DATASET:CONFIG@SPLIT (CONFIG and SPLIT optional), or stdlib: "
+    "Python's own sources and documentation."
 )
 Sources = Annotated[list[str], typer.Argument(help=_SOURCES, metavar="SOURCE...")]
 TextField = Annotated[str, typer.Option(help="The field of jsonl and datasets with the text.")]

@@ -198,7 +198,8 @@ class _Run:
             self.recorded = False  # nothing to go on from: nothing is left behind
             ignored = dict(self.listing.ignored + self.ignored)
             sources = [entry["source"] for entry in self.listing.sources]
-            raise ValueError(no_documents(sources, self.first_skips, ignored))
+            count = self.skip_counts.total()
+            raise ValueError(no_documents(sources, self.first_skips, count, ignored))
         self.complete = True
         self._checkpoint()
 
@@ -268,7 +269,7 @@ class _Run:
         line = json.dumps({"name": skip.name, "reason": skip.reason}) + "\n"
         self.skip_file.write(line.encode())
         self.skip_counts[skip.category] += 1
-        if len(self.first_skips) < 6:
+        if len(self.first_skips) < 5:
             self.first_skips.append(skip)
         if self.on_skip is not None:
             self.on_skip(skip)

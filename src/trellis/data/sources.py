@@ -147,13 +147,13 @@ def read_unit(unit: Unit, text_field: str, meter: Meter) -> Iterator[Event]:
 
 
 def no_documents(
-    sources: Sequence[str | Path], failures: Sequence[Skip], ignored: dict[str, int]
+    sources: Sequence[str | Path], first: Sequence[Skip], count: int, ignored: dict[str, int]
 ) -> str:
-    """Why there is nothing to read."""
+    """Why there is nothing to read: the first of `count` skipped inputs, and what was ignored."""
     lines = [f"no document was found in {', '.join(map(str, sources))}"]
-    lines += [f"  skipped {skip.name}: {skip.reason}" for skip in failures[:5]]
-    if len(failures) > 5:
-        lines.append(f"  and {len(failures) - 5} more")
+    lines += [f"  skipped {skip.name}: {skip.reason}" for skip in first]
+    if count > len(first):
+        lines.append(f"  and {count - len(first)} more")
     lines += [f"  ignored {n} files with suffix {s}" for s, n in sorted(ignored.items())[:10]]
     return "\n".join(lines)
 

@@ -76,7 +76,7 @@ def train_tokenizer(
     )
     inner.train_from_iterator(texts(), trainer)
     if documents == 0:
-        raise ValueError(no_documents(sources, failures, dict(listing.ignored)))
+        raise ValueError(no_documents(sources, failures[:5], len(failures), dict(listing.ignored)))
     tokenizer = TextTokenizer(inner.to_str(), str(out))
     temporary = path.with_name(path.name + ".partial")
     with temporary.open("w", encoding="utf-8") as file:

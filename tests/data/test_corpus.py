@@ -1,0 +1,166 @@
+"""Reading a corpus, and what is said of one that is broken."""
+
+import json
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+from corpora import write_folder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trellis.data import open_corpus, prepare_corpus
+
+TEXTS = {f"{i:02d}.txt": f"text number {i}. " * (i + 1) for i in range(30)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = write_folder(tmp_path / "in", TEXTS)
+    prepare_corpus([source], tmp_path / "out", validation=0.2, shard_tokens=500)
+    return tmp_path / "out"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    write_folder(folder / "in", TEXTS)
+    return prepare_corpus([folder / "in"], folder / "out", validation=0.2, shard_tokens=500)
+
+
+def all_tokens(corpus, split):
+    shards = corpus.manifest["splits"][split]["shards"]
+    return np.concatenate([np.fromfile(corpus.path / s["file"], "<u2") for s in shards])
+
+
+@given(st.data())
+def test_reads_cross_shards(shared, data):
+    stream = shared.train
+    assert len(stream._shards) > 5
+    start = data.draw(st.integers(0, stream.tokens))
+    stop = data.draw(st.integers(start, stream.tokens))
+    found = stream.read(start, stop)
+    assert found.dtype == np.int64
+    assert np.array_equal(found, all_tokens(shared, "train")[start:stop])
+
+
+def test_reads_out_of_bounds_are_refused(shared):
+    tokens = shared.train.tokens
+    for start, stop in [(-1, 5), (5, 4), (0, tokens + 1)]:
+        with pytest.raises(IndexError, match=rf"train tokens {start}:{stop} were asked for"):
+            shared.train.read(start, stop)
+
+
+def test_documents_are_whole_and_end_with_their_token(shared):
+    assert shared.train.documents + shared.validation.documents == 30
+    assert shared.vocab_size == 257
+    tokenizer = shared.tokenizer()
+    texts = set()
+    for stream in (shared.train, shared.validation):
+        start = 0
+        for end in stream.ends.tolist():
+            ids = stream.read(start, end)
+            assert ids[-1] == tokenizer.end_of_document
+            texts.add(tokenizer.decode(ids[:-1]))
+            start = end
+    assert texts == set(TEXTS.values())
+
+
+def test_it_is_pickled_by_name_and_read_in_another_process(shared):
+    shared.train.read(0, 10), shared.train.ends
+    blob = pickle.dumps(shared)
+    assert len(blob) < 20_000
+    again = pickle.loads(blob)
+    assert np.array_equal(again.train.read(400, 1600), shared.train.read(400, 1600))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert (
+            pool.apply(again.train.read, (400, 410)).tolist() == again.train.read(400, 410).tolist()
+        )
+
+
+def test_the_fingerprint_is_of_the_content(shared, folder):
+    again = open_corpus(shared.path)
+    assert again.fingerprint == shared.fingerprint
+    assert open_corpus(folder).fingerprint != shared.fingerprint  # of another source
+
+
+def test_verify_reads_everything(folder):
+    seen = []
+    corpus = open_corpus(folder)
+    corpus.verify(lambda *call: seen.append(call))
+    total = sum(size for _, size, _ in corpus.files())
+    assert seen[-1][1:] == (total, total)
+    path = folder / "train-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    corpus = open_corpus(folder)  # the size is right
+    with pytest.raises(ValueError, match=r"train-00001\.bin: sha256 \w+, expected \w+"):
+        corpus.verify()
+
+
+def test_a_truncated_shard_is_named_with_its_sizes(folder):
+    path = folder / "train-00002.bin"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(
+        ValueError, match=r"train-00002\.bin has 996 bytes, expected 1,000: prepare"
+    ):
+        open_corpus(folder)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "validation-documents.bin", "tokenizer.json"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} is missing"):
+        open_corpus(folder)
+
+
+def test_ends_that_do_not_fit_the_tokens(folder):
+    path = folder / "train-documents.bin"
+    ends = np.fromfile(path, "<u8")
+    ends[-1] += 1
+    ends.tofile(path)
+    with pytest.raises(ValueError, match=r"train-documents\.bin ends at token"):
+        open_corpus(folder)
+
+
+def test_another_tokenizer_is_refused(folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][0]["content"] = "<eos>"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is not the tokenizer that the tokens were made with"):
+        open_corpus(folder)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .* put it back, or prepare"):
+        open_corpus(folder)
+
+
+def test_the_layout_of_the_tokenizer_file_does_not_matter(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=4, sort_keys=True))
+    assert open_corpus(folder).tokenizer().end_of_document == 256
+
+
+def test_manifests_that_are_not_ours(folder, tmp_path):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "format_version": 99}))
+    with pytest.raises(
+        ValueError, match="version 99; this library reads 'trellis-corpus', version 1"
+    ):
+        open_corpus(folder)
+    path.write_text(json.dumps({k: v for k, v in content.items() if k != "splits"}))
+    with pytest.raises(ValueError, match=r"manifest\.json is incomplete \(KeyError\('splits'\)\)"):
+        open_corpus(folder)
+    for text in ("{", "[]", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is not a manifest of a corpus"):
+            open_corpus(folder)
+    content["splits"]["train"]["tokens"] += 5
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="ends at token"):
+        open_corpus(folder)
+    with pytest.raises(FileNotFoundError, match="is not a corpus: there is no manifest"):
+        open_corpus(tmp_path / "nothing")

@@ -1,0 +1,343 @@
+"""Preparing is atomic, resumable to the byte, and refuses what would overwrite or mix."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from corpora import content, documents, texts_of, write_folder, write_jsonl, write_tar
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trellis.data import documents as reading
+from trellis.data import open_corpus, prepare, prepare_corpus, train_tokenizer
+from trellis.data.prefetch import Prefetched
+from trellis.data.prepare import in_validation, split_mix
+from trellis.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder, jsonl with bad lines and an archive: each batch ends somewhere else."""
+    texts = {f"{i:02d}.txt": f"document {i}\n" * (i + 1) for i in range(20)}
+    folder = write_folder(tmp_path / "in", {**texts, "bad.txt": b"\xff", "no.bin": b"x"})
+    rows = [{"text": f"row {i} é"} if i % 5 else b"{" for i in range(40)]
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", rows)
+    return [folder, jsonl, write_tar(tmp_path / "t.tar.gz", folder, "w:gz")]
+
+
+OPTIONS = {"validation": 0.2, "shard_tokens": 700, "checkpoint_seconds": 0}
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 300)
+    monkeypatch.setattr(reading, "LONG", 150)
+    monkeypatch.setattr(reading, "STREAM_PIECE", 60)
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupted(sources, out, after, **options):
+    """Runs until `after` batches were written; False if it came to its end."""
+    seen = 0
+
+    def progress(_):
+        nonlocal seen
+        seen += 1
+        if seen > after:
+            raise Stop
+
+    try:
+        prepare_corpus(sources, out, **{**OPTIONS, **options}, progress=progress)
+    except Stop:
+        return True
+    return False
+
+
+def test_batches_and_shards_do_not_change_the_tokens(sources, tmp_path, monkeypatch):
+    whole = texts_of(sources, tmp_path / "whole")
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 100)
+    assert texts_of(sources, tmp_path / "small", shard_tokens=100) == whole
+    assert len(whole) == 20 + 32 + 20
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(sources, tmp_path, small_batches, tokenizer):
+    if tokenizer == "bpe":
+        train_tokenizer(sources, 280, tmp_path / "bpe")
+        tokenizer = str(tmp_path / "bpe")
+    prepare_corpus(sources, tmp_path / "one", tokenizer=tokenizer, **OPTIONS)
+    times = 0
+    while interrupted(sources, tmp_path / "two", 1, tokenizer=tokenizer):
+        times += 1
+        assert not (tmp_path / "two").exists()
+        assert (tmp_path / "two.partial").is_dir()
+        with pytest.raises(FileNotFoundError, match=r"two\.partial is unfinished"):
+            open_corpus(tmp_path / "two")
+        # What was written after the last record is dropped.
+        for path in (tmp_path / "two.partial").glob("*.bin"):
+            if path.name.endswith("documents.bin") or path.stat().st_size < 700 * 2:
+                with path.open("ab") as file:
+                    file.write(b"written but not recorded")
+    assert times > 5
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert not (tmp_path / "two.partial").exists()
+    open_corpus(tmp_path / "two").verify()
+
+
+KILLED = """
+import os, signal, sys
+from trellis.data import documents, prepare, prepare_corpus
+prepare.BATCH_BYTES, documents.LONG, documents.STREAM_PIECE = 300, 150, 60
+out, *sources = sys.argv[1:]
+left = 5
+def progress(_):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+prepare_corpus(sources, out, validation=0.2, shard_tokens=700, checkpoint_seconds=0,
+               progress=progress)
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(sources, tmp_path, small_batches):
+    prepare_corpus(sources, tmp_path / "one", **OPTIONS)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "two"), *map(str, sources)]
+    for _ in range(2):
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert (tmp_path / "two.partial" / "progress.json").exists()
+    prepare_corpus(sources, tmp_path / "two", **OPTIONS)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_finished_units_are_not_opened_again(sources, tmp_path, small_batches, monkeypatch):
+    assert interrupted(sources, tmp_path / "out", 12)
+    read = []
+    real = prepare.read_unit
+    monkeypatch.setattr(
+        prepare, "read_unit", lambda unit, *rest: read.append(unit.name) or real(unit, *rest)
+    )
+    prepare_corpus(sources, tmp_path / "out", **OPTIONS)
+    assert str(sources[0] / "00.txt") not in read
+    assert str(sources[2]) in read
+
+
+@pytest.mark.parametrize("where", ["_manifest", "_record", "end_document"])
+def test_an_interruption_at_the_very_end(tmp_path, monkeypatch, where):
+    """While the tail of the only document is moved to the validation split."""
+    source = tmp_path / "a.txt"
+    source.write_text("Only one document, é, with some words in it.\n" * 50)
+    options = {"validation": 0.3, "shard_tokens": 500, "checkpoint_seconds": 0}
+    prepare_corpus([source], tmp_path / "one", **options)
+
+    def fail(*_):
+        raise Stop
+
+    owner = prepare.SplitWriter if where == "end_document" else prepare._Run
+    real = getattr(owner, where)
+    calls = 0
+
+    def sometimes(self, *rest):
+        nonlocal calls
+        calls += 1
+        # The second end of a document is that of the tail; the second record that of the cut.
+        due = {"_manifest": 1, "_record": 4, "end_document": 3}[where]
+        return fail() if calls == due else real(self, *rest)
+
+    monkeypatch.setattr(owner, where, sometimes)
+    with pytest.raises(Stop):
+        prepare_corpus([source], tmp_path / "two", **options)
+    prepare_corpus([source], tmp_path / "two", **options)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_the_tail_of_a_single_document_is_held_out(tmp_path):
+    text = "日本語 and words.\n" * 400
+    (tmp_path / "a.txt").write_text(text)
+    corpus = prepare_corpus(
+        [tmp_path / "a.txt"], tmp_path / "out", validation=0.1, shard_tokens=999
+    )
+    train, validation = documents(corpus)
+    assert train + validation == text
+    assert "\ufffd" not in validation
+    assert (corpus.train.documents, corpus.validation.documents) == (1, 1)
+    assert corpus.train.bytes + corpus.validation.bytes == len(text.encode())
+    assert corpus.validation.bytes == len(validation.encode())
+    assert abs(corpus.validation.tokens / corpus.train.tokens - 1 / 9) < 0.01
+    assert "end of the last training document" in corpus.manifest["held_out"]["why"]
+    corpus.verify()
+
+
+def test_without_validation_there_is_none(sources, tmp_path):
+    corpus = prepare_corpus(sources, tmp_path / "out", validation=0)
+    assert (corpus.validation.tokens, corpus.validation.documents) == (0, 0)
+    assert corpus.validation.read(0, 0).shape == corpus.validation.ends.shape == (0,)
+    assert corpus.manifest["held_out"] is None
+
+
+@given(seed=st.integers(0, 2**32), share=st.floats(0, 0.5))
+def test_the_split_is_by_document_and_seeded(tmp_path_factory, seed, share):
+    folder = tmp_path_factory.mktemp("split")
+    rows = write_jsonl(folder / "r.jsonl", [{"text": f"document {i}"} for i in range(60)])
+    corpus = prepare_corpus([rows], folder / "out", validation=share, seed=seed)
+    chosen = [i for i in range(60) if in_validation(seed, i, share)]
+    if chosen:
+        others = [i for i in range(60) if i not in chosen]
+        assert documents(corpus) == [f"document {i}" for i in others + chosen]
+        for stream in (corpus.train, corpus.validation):
+            assert int(stream.ends[-1]) == stream.tokens
+            assert stream.bytes + stream.documents == stream.tokens  # bytes and one end each
+    else:
+        assert (corpus.train.documents, len(documents(corpus))) == (60, 60 + (share > 0))
+
+
+def test_the_split_never_changes():
+    assert split_mix(0) == 0xE220A8397B1DCDAF  # the published sequence of seed 0
+    assert [i for i in range(300) if in_validation(7, i, 0.02)] == SPLIT_OF_SEED_7
+    share = np.mean([in_validation(1, i, 0.25) for i in range(20_000)])
+    assert abs(share - 0.25) < 0.01
+
+
+SPLIT_OF_SEED_7 = [88, 152, 188, 203, 276]
+
+
+def test_an_existing_output_is_refused_before_anything_is_read(sources, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="out exists and is not overwritten: remove it"):
+        prepare_corpus([tmp_path / "nothing"], tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_output_that_cannot_be_written(sources, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be written"):
+        prepare_corpus(sources, tmp_path / "file" / "out")
+
+
+def test_a_folder_without_permission(sources, tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("this user may write anywhere")
+    with pytest.raises(PermissionError, match="cannot be written"):
+        prepare_corpus(sources, folder / "out")
+
+
+def test_an_unfinished_run_is_not_continued_with_other_arguments(sources, tmp_path, small_batches):
+    out = tmp_path / "out"
+    assert interrupted(sources, out, 3)
+    before = content(tmp_path / "out.partial")
+    with pytest.raises(ValueError, match=r"validation: 0\.2 then, 0\.1 now") as error:
+        prepare_corpus(sources, out, **{**OPTIONS, "validation": 0.1})
+    assert f"remove {out}.partial to start anew" in str(error.value)
+    assert "seed" not in str(error.value)
+    with pytest.raises(ValueError, match="sources: "):
+        prepare_corpus(sources[:2], out, **OPTIONS)
+    train_tokenizer(sources, 280, tmp_path / "bpe")
+    with pytest.raises(ValueError, match=r"tokenizer: \{'name': 'bytes'"):
+        prepare_corpus(sources, out, tokenizer=tmp_path / "bpe", **OPTIONS)
+    (sources[0] / "00.txt").write_text("changed meanwhile")
+    with pytest.raises(ValueError, match=r"units: \{'count': 23"):
+        prepare_corpus(sources, out, **OPTIONS)
+    assert content(tmp_path / "out.partial") == before
+
+
+def test_a_damaged_unfinished_run_is_not_continued(sources, tmp_path, small_batches):
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    assert interrupted(sources, out, 8)
+    shards = sorted(partial.glob("train-0*.bin"))
+    shards[0].write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train-00000\.bin was changed: remove .*out\.partial"):
+        prepare_corpus(sources, out, **OPTIONS)
+    (partial / "progress.json").write_text("{")
+    with pytest.raises(ValueError, match=r"progress\.json is damaged"):
+        prepare_corpus(sources, out, **OPTIONS)
+    (partial / "progress.json").unlink()
+    with pytest.raises(ValueError, match=r"has no progress\.json: remove it"):
+        prepare_corpus(sources, out, **OPTIONS)
+
+
+def test_a_truncated_file_of_an_unfinished_run(sources, tmp_path, small_batches):
+    assert interrupted(sources, tmp_path / "out", 8)
+    (tmp_path / "out.partial" / "train-documents.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has 0 bytes, expected at least .* cannot be continued"):
+        prepare_corpus(sources, tmp_path / "out", **OPTIONS)
+
+
+def test_two_runs_do_not_write_the_same_output(sources, tmp_path):
+    pytest.importorskip("fcntl", reason="locks need a POSIX system")
+    message = r"another run is writing .*out\.partial"
+
+    def second(_):
+        with pytest.raises(ValueError, match=message):
+            prepare_corpus(sources, tmp_path / "out")
+
+    prepare_corpus(sources, tmp_path / "out", progress=second)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("validation", 1.0, "validation must be at least 0 and less than 1; got 1.0"),
+        ("validation", float("nan"), "validation must be"),
+        ("shard_tokens", 0, "shard_tokens must be at least 1; got 0"),
+        ("max_documents", 0, "max_documents must be at least 1; got 0"),
+    ],
+)
+def test_arguments_out_of_range(sources, tmp_path, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_corpus(sources, tmp_path / "out", **{name: value})
+
+
+def test_a_large_vocabulary_has_wider_ids(sources, tmp_path):
+    tokenizer = load_tokenizer("bytes").json
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": 70_000, "content": "far"}
+    )
+    tokenizer["model"]["vocab"].update({f"unused{i}": i for i in range(257, 70_000)})
+    wide = tmp_path / "wide.json"
+    wide.write_text(prepare.json.dumps(tokenizer))
+    corpus = prepare_corpus(sources, tmp_path / "out", tokenizer=wide)
+    assert corpus.manifest["dtype"] == "<u4"
+    assert sorted(documents(corpus)) == sorted(texts_of(sources, tmp_path / "bytes"))
+
+
+def test_prefetching_ends_its_thread_and_passes_errors_on():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(1000)
+        finally:
+            closed.append(True)
+
+    ahead = Prefetched(numbers(), 2)
+    assert next(iter(ahead)) == 0
+    ahead.close()
+    assert closed == [True]
+
+    def failing():
+        yield 1
+        raise Stop
+
+    ahead = Prefetched(failing(), 2)
+    with pytest.raises(Stop):
+        list(ahead)
+    ahead.close()
+
+
+def test_progress_is_reported(sources, tmp_path):
+    seen = []
+    start = time.monotonic()
+    prepare_corpus(
+        sources, tmp_path / "out", progress=lambda p: seen.append((p.documents, p.tokens))
+    )
+    assert seen[-1][0] == 72
+    assert time.monotonic() - start < 5

@@ -1,0 +1,281 @@
+"""Every form of a source gives the same documents; what cannot be read is named."""
+
+import bz2
+import gzip
+import importlib
+import json
+import lzma
+import os
+import sys
+
+import pytest
+from corpora import TEXTS, documents, skips, texts_of, write_folder, write_jsonl, write_tar
+
+from trellis.data import documents as reading
+from trellis.data import prepare_corpus, stdlib
+from trellis.data.sources import list_sources, parse_hub
+
+ALL = list(TEXTS.values())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "in")
+
+
+def compress(path, name):
+    data = path.read_bytes()
+    if name == "zst":
+        zstandard = pytest.importorskip("zstandard", reason="the data extra is not installed")
+        packed = zstandard.ZstdCompressor().compress(data[:10])
+        packed += zstandard.ZstdCompressor().compress(data[10:])  # two frames
+    else:
+        packed = {"gz": gzip, "xz": lzma, "bz2": bz2}[name].compress(data)
+    out = path.with_name(f"{path.name}.{name}")
+    out.write_bytes(packed)
+    return out
+
+
+def test_a_folder(folder, tmp_path):
+    assert texts_of([folder], tmp_path / "out") == ALL
+
+
+def test_files_in_the_order_they_are_named(folder, tmp_path):
+    names = ["sub/d.txt", "a.txt"]
+    assert texts_of([folder / n for n in names], tmp_path / "out") == [TEXTS[n] for n in names]
+
+
+@pytest.mark.parametrize("form", ["gz", "xz", "bz2", "zst"])
+def test_compressed_forms(folder, tmp_path, form):
+    for name in TEXTS:
+        path = folder / name
+        compress(path, form)
+        path.unlink()
+    jsonl = compress(write_jsonl(tmp_path / "rows.jsonl", [{"text": t} for t in ALL]), form)
+    tar = compress(write_tar(tmp_path / "all.tar", write_folder(tmp_path / "plain")), form)
+    assert texts_of([folder, jsonl, tar], tmp_path / "out") == ALL * 3
+
+
+def test_a_tar_of_compressed_files_and_jsonl(folder, tmp_path):
+    compress(folder / "b.md", "gz")
+    (folder / "b.md").unlink()
+    write_jsonl(folder / "e.jsonl", [{"text": "in jsonl"}])
+    write_folder(folder, {"picture.png": b"\x89PNG", ".git/config.txt": "x", "LICENSE": "text"})
+    corpus = prepare_corpus(
+        [write_tar(tmp_path / "t.tgz", folder, "w:gz")], tmp_path / "out", validation=0
+    )
+    assert sorted(documents(corpus)) == sorted([*ALL, "in jsonl"])
+    assert corpus.manifest["ignored"] == {"(hidden)": 1, "(no suffix)": 1, ".png": 1}
+
+
+def test_a_named_file_is_text_whatever_its_suffix(tmp_path):
+    (tmp_path / "LICENSE").write_text("permission")
+    (tmp_path / "notes.xyz").write_text("notes")
+    sources = [tmp_path / "LICENSE", tmp_path / "notes.xyz"]
+    assert texts_of(sources, tmp_path / "out") == ["permission", "notes"]
+
+
+def test_a_folder_leaves_out_what_is_hidden_or_no_text(folder, tmp_path):
+    write_folder(
+        folder,
+        {".git/a.txt": "x", "__pycache__/b.py": "x", "p.png": b"\x89", "q.png": b"", ".env": "x"},
+    )
+    corpus = prepare_corpus([folder], tmp_path / "out", validation=0)
+    assert documents(corpus) == ALL
+    assert corpus.manifest["ignored"] == {"(hidden)": 1, ".png": 2}
+
+
+def test_the_output_may_lie_in_the_source(folder):
+    write_jsonl(folder / "rows.jsonl", [{"no": 1}])  # so that skipped.jsonl has a line
+    assert sorted(texts_of([folder], folder / "out")) == sorted(ALL)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "row"}\n')
+    sources = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    assert texts_of(sources, tmp_path / "out") == ["text", "row"]
+
+
+def test_unreadable_files_are_skipped_and_named(folder, tmp_path):
+    write_folder(
+        folder,
+        {"latin.txt": b"caf\xe9", "nul.txt": b"a\0b", "empty.txt": b" \n",
+         "broken.txt.gz": gzip.compress(b"text" * 100)[:-20], "not.txt.xz": b"no xz",
+         "broken.tar": b"x" * 2000},
+    )  # fmt: skip
+    os.symlink(folder / "nowhere", folder / "link.txt")
+    corpus = prepare_corpus([folder], tmp_path / "out", validation=0)
+    assert documents(corpus) == ALL
+    found = {os.path.basename(name): reason for name, reason in skips(corpus).items()}
+    assert found["latin.txt"] == "not UTF-8: unexpected end of data at byte 3"
+    assert found["nul.txt"] == "binary (NUL bytes)"
+    assert found["empty.txt"] == "empty"
+    assert found["broken.txt.gz"].startswith("unreadable: Compressed file ended")
+    assert found["not.txt.xz"].startswith("unreadable: ")
+    assert found["broken.tar"].endswith("the archive ends after 0 members")
+    assert found["link.txt"] == "unreadable: No such file or directory"
+    assert corpus.manifest["skipped"]["reasons"] == {
+        "binary (NUL bytes)": 1, "empty": 1, "not UTF-8": 1, "unreadable": 4,
+    }  # fmt: skip
+
+
+def test_a_truncated_archive_gives_what_it_has(folder, tmp_path):
+    tar = write_tar(tmp_path / "t.tar", folder)
+    size = tar.read_bytes().index(b"berschrift")
+    tar.write_bytes(tar.read_bytes()[:size])  # in the middle of the second file
+    corpus = prepare_corpus([tar], tmp_path / "out", validation=0)
+    assert documents(corpus) == ALL[:1]
+    assert "unexpected end of data" in skips(corpus)[f"{tar}:b.md"]
+
+
+def test_truncated_zstd_is_not_taken_for_whole(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(os.urandom(50_000).hex().encode())
+    packed = compress(path, "zst")
+    packed.write_bytes(packed.read_bytes()[:-1000])
+    (tmp_path / "bad.txt.zst").write_bytes(b"this is not zstd at all")
+    sources = [tmp_path / "bad.txt.zst", packed, path]
+    corpus = prepare_corpus(sources, tmp_path / "out", validation=0)
+    assert corpus.train.documents == 1
+    bad, truncated = skips(corpus).values()
+    assert bad.startswith("unreadable: not valid zstd")
+    assert "ended before the end of its zstd frame" in truncated
+
+
+def test_bad_lines_of_jsonl_are_named_with_their_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONG", 500)
+    rows = [{"text": "good"}, b"{bad", {"other": 1}, {"text": 5}, b"[1]", b"", b'{"text": "\xff"}',
+            {"text": ""}, b'{"text": "\\ud800"}', {"text": "x" * 600}, b"[" * 400,
+            {"text": "last"}]  # fmt: skip
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    corpus = prepare_corpus([path], tmp_path / "out", validation=0)
+    assert documents(corpus) == ["good", "last"]
+    found = {name.rpartition(":")[2]: reason for name, reason in skips(corpus).items()}
+    assert found["2"].startswith("bad JSON: Expecting property name")
+    assert found["3"] == "no text: no field 'text'"
+    assert found["4"] == "no text: field 'text' is a int, not a string"
+    assert found["5"] == "no text: the line is a list, not an object"
+    assert found["7"].startswith("not UTF-8: invalid start byte")
+    assert found["8"] == "empty"
+    assert found["9"].startswith("not UTF-8: surrogates not allowed")
+    assert found["10"] == "bad JSON: the line is longer than 500 bytes"
+    assert found["11"].startswith("bad JSON")
+    assert "6" not in found  # a blank line is nothing
+    assert all(name.startswith(str(path)) for name in skips(corpus))
+
+
+def test_the_text_field_can_be_chosen(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"content": "here"}])
+    assert texts_of([path], tmp_path / "out", text_field="content") == ["here"]
+
+
+@pytest.mark.parametrize("bad", [b"", b"\xff", b"\0"])
+def test_long_texts_are_streamed_and_end_where_they_break(tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(reading, "LONG", 1000)
+    monkeypatch.setattr(reading, "STREAM_PIECE", 300)
+    text = "Überall sind wörter,\nand some é more.\n" * 100
+    path = tmp_path / "long.txt"
+    path.write_bytes(text.encode() + bad + (b"rest" if bad else b""))
+    pieces = [e for e in reading.read_text(path.open("rb"), "n") if isinstance(e, reading.Piece)]
+    assert len(pieces) > 10
+    assert max(p.size for p in pieces) < 500
+    corpus = prepare_corpus([path], tmp_path / "out", validation=0)
+    assert documents(corpus) == [text]
+    assert corpus.train.bytes == len(text.encode())
+    expected = {b"\xff": "not UTF-8: invalid start byte", b"\0": "binary (NUL bytes):"}.get(bad)
+    reasons = list(skips(corpus).values())
+    if expected is None:
+        assert reasons == []
+    else:
+        assert reasons[0].startswith(expected)
+        assert reasons[0].endswith(f"at byte {len(text.encode())}; the document ends there")
+
+
+def test_a_long_text_that_breaks_at_once_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONG", 1000)
+    (tmp_path / "long.txt").write_bytes(b"a\xff" + b"b" * 5000)
+    events = list(reading.read_text((tmp_path / "long.txt").open("rb"), "n"))
+    assert [e.reason for e in events] == ["not UTF-8: invalid start byte at byte 1"]
+
+
+def test_the_standard_library_is_the_same_every_time(tmp_path, monkeypatch):
+    files = stdlib.source_files()
+    assert "argparse.py" in files
+    assert "json/decoder.py" in files
+    assert not [f for f in files if "/test/" in f or "site-packages" in f or "cp1252" in f]
+    names = [event.name for event in stdlib.documentation()]
+    assert "stdlib:module/sys" in names
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as some packages do
+    texts = {e.name: e.text for e in stdlib.documentation() if isinstance(e, reading.Piece)}
+    assert "sys.excepthook" in texts["stdlib:module/sys"]
+    assert not [
+        name for name, text in texts.items() if " object at 0x7" in text and "module/" in name
+    ]
+    monkeypatch.setattr(stdlib, "source_files", lambda: files[:3])
+    corpus = prepare_corpus(["stdlib"], tmp_path / "out")
+    assert corpus.manifest["sources"][0]["python"] == sys.version.split()[0]
+
+
+def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="the data extra is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [{"text": t, "n": 1} for t in ALL])
+    assert texts_of([f"hub:{folder}"], tmp_path / "out") == ALL
+    assert texts_of([f"hub:{folder}@train"], tmp_path / "two", max_documents=2) == ALL[:2]
+    with pytest.raises(ValueError, match=r"no field 'body' but 'text', 'n'; choose one"):
+        prepare_corpus([f"hub:{folder}"], tmp_path / "three", text_field="body")
+    with pytest.raises(ValueError, match=r"source 'hub:.*' failed after row 0"):
+        prepare_corpus([f"hub:{folder}@nothing"], tmp_path / "three")
+    assert not list(tmp_path.glob("three*"))
+
+
+def test_names_of_datasets():
+    assert parse_hub("hub:allenai/c4:en@validation") == ("allenai/c4", "en", "validation")
+    assert parse_hub("hub:pg19") == ("pg19", None, "train")
+    with pytest.raises(ValueError, match="must be hub:<dataset>"):
+        parse_hub("hub:")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"), [("datasets", "hub:pg19"), ("zstandard", "a.txt.zst")]
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, module, source):
+    real = importlib.import_module
+
+    def without(name, *rest):
+        if name == module:
+            raise ModuleNotFoundError(name, name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    message = rf"needs {module}: pip install 'trellis-memory\[data\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        prepare_corpus([source], tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_sources_that_do_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing' does not exist"):
+        list_sources([tmp_path / "nothing"])
+    with pytest.raises(ValueError, match="no source was given"):
+        list_sources([])
+
+
+def test_nothing_to_read_is_an_error_that_says_why(tmp_path):
+    folder = write_folder(tmp_path / "in", {"a.txt": b"\0\1", "b.png": b"x"})
+    with pytest.raises(ValueError, match="no document was found") as error:
+        prepare_corpus([folder], tmp_path / "out")
+    assert "a.txt: binary (NUL bytes)" in str(error.value)
+    assert "ignored 1 files with suffix .png" in str(error.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no document was found"):
+        prepare_corpus([tmp_path / "empty"], tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    rows = [json.dumps({"a": i}).encode() for i in range(20)]
+    with pytest.raises(ValueError, match="and 15 more"):
+        prepare_corpus([write_jsonl(tmp_path / "r.jsonl", rows)], tmp_path / "out")
