@@ -1,78 +1,199 @@
-"""A small Trellis language model, trained for a minute on Python's own standard library.
+"""`make demo`: from text to a trained model, and what its bounded memory is good for.
 
-Shows the loss falling, a sample, and a cache whose size does not depend on what was read.
+Prepares Python's own standard library, trains a small Trellis and a Transformer++ of the same size
+on the same tokens, samples, and measures what reading on costs both. Writes to runs/demo.
 """
 
 from __future__ import annotations
 
-import random
-import sysconfig
+import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from trellis import TrellisConfig, TrellisForCausalLM
+from trellis.data import Corpus, prepare_corpus, train_tokenizer
+from trellis.models.modeling import TrellisForCausalLM
+from trellis.training.metrics import read_metrics
+from trellis.training.recipe import load_recipe
+from trellis.training.run import load_run, train
+from trellis.training.sampling import generate
 
-SECONDS, TOKENS, BATCH = 75, 128, 16
+RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
+VOCABULARY = 2048
+#: Where the cost of reading on is measured, in tokens read.
+MARKS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+#: Attention reads as far as it gets in this time.
+ATTENTION_SECONDS = 60
+DECODED = 20  # tokens per measurement
+PROMPT = "def read_file(path):\n"
 
 
-def corpus() -> torch.Tensor:
-    """Sources of the running interpreter's standard library, as bytes."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("*.py")) + sorted(folder.glob("[a-z]*/*.py"))
-    files = [f for f in files if "site-packages" not in f.parts and "test" not in f.parts]
-    random.Random(0).shuffle(files)
-    text = b"\n".join(f.read_bytes() for f in files[:300])
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+class Point(NamedTuple):
+    tokens: int
+    cache_bytes: int
+    seconds: float  # per decoded token
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    data = corpus()
-    split = int(len(data) * 0.95)
-    train, held_out = data[:split], data[split:]
-    config = TrellisConfig(
-        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=2
+    started = time.monotonic()
+    out = _free(Path("runs/demo"))
+    corpus = prepare(out)
+    trellis = train_model(out, corpus, "trellis")
+    attention = train_model(out, corpus, "transformer")
+    compare(trellis, attention)
+    sample(trellis)
+    read_on(out, corpus, {"trellis": trellis, "transformer": attention})
+    print(f"\n{time.monotonic() - started:.0f} seconds in all. Try next:\n")
+    print(f'  .venv/bin/trellis generate {trellis} --prompt "import "')
+    print(f"  .venv/bin/trellis plot {trellis} {attention} --out {out}/loss.png")
+    print(f"  .venv/bin/trellis train {trellis} --resume --set train.steps=600")
+
+
+def _free(path: Path) -> Path:
+    """The path, or the next one that is not taken: what an earlier demo left stays."""
+    number = 2
+    chosen = path
+    while chosen.exists():
+        chosen, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return chosen
+
+
+def heading(text: str, command: str = "") -> None:
+    print(f"\n== {text}" + (f"\n   $ trellis {command}" if command else ""), flush=True)
+
+
+def prepare(out: Path) -> Corpus:
+    heading(
+        "Text: the standard library of this Python, with a tokenizer of its own",
+        f"data tokenizer stdlib --vocab-size {VOCABULARY} --out {out}/tokenizer.json\n"
+        f"   $ trellis data prepare stdlib --tokenizer {out}/tokenizer.json --out {out}/corpus",
     )
-    model = TrellisForCausalLM(config)
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{count:,} parameters; {len(train):,} bytes to learn from, for {SECONDS} seconds")
+    out.mkdir(parents=True)
+    train_tokenizer(["stdlib"], VOCABULARY, out / "tokenizer.json")
+    corpus = prepare_corpus(
+        ["stdlib"], out / "corpus", tokenizer=out / "tokenizer.json", validation=0.03
+    )
+    splits = corpus.train, corpus.validation
+    for split in splits:
+        print(f"{split.split}: {split.documents} documents, {split.tokens:,} tokens")
+    return corpus
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    start, step = time.monotonic(), 0
-    while (passed := time.monotonic() - start) < SECONDS:
-        progress = passed / SECONDS
-        rate = 4e-3 * min(1.0, 10 * progress + 0.05) * (1 - progress) ** 0.5
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        first = torch.randint(0, len(train) - TOKENS, (BATCH, 1))
-        ids = train[first + torch.arange(TOKENS)]
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 25 == 0:
-            print(f"step {step:4d}  {passed:3.0f} s  loss {loss.item():.3f}", flush=True)
-        step += 1
-    model.eval()
-    with torch.no_grad():
-        ids = held_out[: 16 * 512].view(16, 512)
-        loss = model(ids, labels=ids, logits_to_keep=1).loss.item()
-    print(f"step {step:4d}  held-out loss {loss:.3f} nats per byte (uniform: 5.545)")
 
-    prompt = torch.tensor([list(b"def read(self, ")])
-    out = model.generate(prompt, max_new_tokens=160, do_sample=True, temperature=0.7)
-    print("\nA sample:\n" + bytes(out[0].tolist()).decode(errors="replace") + "\n")
+def train_model(out: Path, corpus: Corpus, mixer: str) -> Path:
+    run = out / mixer
+    named = "" if mixer == "trellis" else f" --set model.mixer={mixer}"
+    heading(f"Training: {mixer}", f"train {RECIPE.parent.name}/{RECIPE.name}{named} --out {run}")
+    recipe = load_recipe(RECIPE, [f"data.path={json.dumps(str(corpus.path))}"])
+    recipe.model.mixer = mixer
+    return train(recipe, run)
 
-    print("Reading on, the cache keeps its size:")
-    cache = model.init_cache(1)
-    for part in (1_000, 9_000, 20_000):
-        begin = time.monotonic()
-        model.read(train[None, :part], cache)
-        rate = part / (time.monotonic() - begin)
-        print(f"  {cache.get_seq_length():6,} tokens read: {cache.nbytes:,} bytes, {rate:,.0f}/s")
+
+def compare(*runs: Path) -> None:
+    heading("Validation, after the same tokens")
+    print("| mixer | parameters | first loss | last loss | validation perplexity |")
+    print("|---|---|---|---|---|")
+    for run in runs:
+        records = read_metrics(run)
+        losses = [record["loss"] for record in records if "loss" in record]
+        last = [record for record in records if "validation_loss" in record][-1]
+        model, _ = load_run(run)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        print(f"| {run.name} | {count:,} | {losses[0]:.3f} | {losses[-1]:.3f} "
+              f"| {last['validation_perplexity']:.2f} |")  # fmt: skip
+
+
+def sample(run: Path) -> None:
+    heading("A sample", f"generate {run} --prompt {PROMPT!r}")
+    model, tokenizer = load_run(run)
+    print(PROMPT, end="")
+    for text in generate(model, tokenizer, PROMPT, model.init_cache(1), max_tokens=150):
+        print(text, end="", flush=True)
+    print()
+
+
+def read_on(out: Path, corpus: Corpus, runs: dict[str, Path]) -> None:
+    heading(
+        f"Reading on: Trellis to {MARKS[-1]:,} tokens, attention as far as {ATTENTION_SECONDS} "
+        "seconds take it"
+    )
+    length = min(MARKS[-1], corpus.train.tokens)
+    ids = torch.from_numpy(corpus.train.read(0, length))[None]
+    points = {}
+    for mixer, run in runs.items():
+        model, _ = load_run(run)
+        limit = ATTENTION_SECONDS if mixer == "transformer" else None
+        points[mixer] = measure(model, ids, limit)
+    table(points)
+    draw(points, out / "reading.png")
+    print(f"\nas a picture: {out}/reading.png")
+
+
+@torch.no_grad()
+def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -> list[Point]:
+    """The cache and the time of a decoded token at each mark, until the time limit is over.
+
+    Reading is cut into segments, so that the limit is kept; nothing is extrapolated.
+    """
+    cache, points = model.init_cache(1), []
+    start = time.monotonic()
+    for mark in (m for m in MARKS if m <= ids.shape[1]):
+        while cache.seen < mark:
+            if limit is not None and time.monotonic() - start > limit:
+                return points
+            model.read(ids[:, cache.seen : min(cache.seen + 1024, mark)], cache)
+        here = cache.clone()
+        times = []
+        for token in range(DECODED):
+            begin = time.perf_counter()
+            model(ids[:, token : token + 1], past_key_values=here)
+            times.append(time.perf_counter() - begin)
+        points.append(Point(mark, cache.nbytes, sorted(times)[DECODED // 2]))
+    return points
+
+
+def table(points: dict[str, list[Point]]) -> None:
+    print("| tokens read | Trellis: memory | time per token | attention: memory | time per token |")
+    print("|---|---|---|---|---|")
+    attention = {point.tokens: point for point in points["transformer"]}
+    for point in points["trellis"]:
+        other = attention.get(point.tokens)
+        theirs = f"{_size(other)} | {other.seconds * 1e3:.2f} ms" if other else "not reached | "
+        print(f"| {point.tokens:,} | {_size(point)} | {point.seconds * 1e3:.2f} ms | {theirs} |")
+
+
+def _size(point: Point) -> str:
+    return f"{point.cache_bytes / 2**20:.2f} MiB"
+
+
+def draw(points: dict[str, list[Point]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for mixer, label in (("trellis", "Trellis"), ("transformer", "attention")):
+        series = points[mixer]
+        tokens = [point.tokens for point in series]
+        left.plot(tokens, [p.cache_bytes / 2**20 for p in series], "o-", label=label)
+        right.plot(tokens, [p.seconds * 1e3 for p in series], "o-", label=label)
+    last = points["transformer"][-1]
+    heights = ((left, last.cache_bytes / 2**20), (right, last.seconds * 1e3))
+    for axes, height in heights:
+        axes.plot([last.tokens], [height], "X", color="C1", markersize=11)
+        axes.annotate(
+            f"last point within {ATTENTION_SECONDS} s", (last.tokens, height),
+            textcoords="offset points", xytext=(-8, 8), ha="right", color="C1",
+        )  # fmt: skip
+        axes.set(xscale="log", xlabel="tokens read", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left")
+    left.set(ylabel="MiB", title="Memory of what was read")
+    right.set(ylabel="ms", title="Time of the next token")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

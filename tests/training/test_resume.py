@@ -49,7 +49,7 @@ def assert_identical(run, other):
 
 
 def kill_and_resume(corpus, tmp_path, kills, seed, **sections):
-    """Kill -9 a run at random moments, resuming it each time; returns (interrupted, undisturbed)."""
+    """Kill -9 a run at random moments and resume it; returns (interrupted, undisturbed)."""
     chance = random.Random(seed)
     file = write_toml(tmp_path / "recipe.toml", table(corpus, **sections))
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "interrupted"
@@ -107,7 +107,7 @@ def test_ten_kills_change_nothing(corpus, tmp_path, batches):
     "sections",
     [
         {},
-        {"data": {"batches": "contiguous"}, "train": {"micro_rows": 2}},
+        {"data": {"batches": "contiguous"}, "train": {"micro_tokens": 64}},
         {
             "data": {"batches": "contiguous"},
             "model": {"mixer_config": {"mode": "stale", "minibatch": 5}},
@@ -193,18 +193,18 @@ def test_damage_is_named(finished, corpus, name, content, message):
 
 
 def test_another_recipe_or_text_is_refused(finished, corpus, tmp_path):
-    with pytest.raises(ValueError, match="started with other values of train.learning_rate"):
+    with pytest.raises(ValueError, match=r"started with other values of train\.learning_rate"):
         train(recipe(corpus, train={"learning_rate": 1.0}), finished, resume=True)
     with pytest.raises(ValueError, match="has finished its 20 steps already"):
         train(recipe(corpus), finished, resume=True)
     from tests.training.helpers import make_corpus
 
     other = make_corpus(tmp_path, documents=20)
-    with pytest.raises(ValueError, match="is not the text that .* was trained on"):
+    with pytest.raises(ValueError, match=r"is not the text that .* was trained on"):
         train(recipe(other, train={"steps": 30}), finished, resume=True)
     with pytest.raises(FileExistsError, match="exists already: give another --out, or --resume"):
         train(recipe(corpus), finished)
-    with pytest.raises(FileNotFoundError, match="is not a run: it has no recipe.json"):
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no recipe\.json"):
         train(recipe(corpus), tmp_path / "none", resume=True)
 
 
@@ -266,8 +266,8 @@ def test_what_is_not_finite_is_skipped_counted_and_in_the_end_explained(corpus, 
         run = tmp_path / "run"
         with pytest.raises(
             TrainingStopped,
-            match="4 steps in a row gave a loss or gradient that is not finite .*: weights that are "
-            r"not finite: model.layers.1.mlp.up_proj.weight. The newest checkpoint, of step 10, is",
+            match=r"4 steps in a row gave a loss or gradient that is not finite .*: weights that "
+            r"are not finite: model.layers.1.mlp.up_proj.weight. The newest checkpoint, of step 10",
         ):
             train(recipe(corpus, train={"max_bad_steps": 4}), run)
     finally:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from ..mixers.layers import RMSNorm
 from ..ops import checks
 from .backbone import Block
 from .cache import TrellisCache, tensor_bytes
@@ -84,7 +85,7 @@ class TrellisModel(TrellisPreTrainedModel):
             )
             for name, fields in config.layer_mixers()
         )  # fmt: skip
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..models.modeling import TrellisForCausalLM
@@ -45,6 +46,14 @@ class Processes:
         count = rows // groups
         index = self.rank // self.sequence_parallel
         return range(index * count, (index + 1) * count)
+
+    def micro_rows(self, recipe: Recipe) -> list[range]:
+        """The rows of this process in equal parts of at most train.micro_tokens, a row at least."""
+        rows = self.rows(recipe.rows)
+        tokens = recipe.data.context // self.sequence_parallel
+        fitting = max(1, recipe.train.micro_tokens // tokens)
+        size = max(n for n in range(1, min(fitting, len(rows)) + 1) if len(rows) % n == 0)
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -115,7 +124,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check(recipe: Recipe, world: int) -> None:
-    parts, rows, micro = recipe.train.sequence_parallel, recipe.rows, recipe.train.micro_rows
+    parts, rows = recipe.train.sequence_parallel, recipe.rows
     if world % parts:
         raise ValueError(
             f"train.sequence_parallel must divide the number of processes, {world}; got {parts}"
@@ -125,10 +134,6 @@ def _check(recipe: Recipe, world: int) -> None:
         raise ValueError(
             f"the {rows} rows of a batch must divide evenly among {groups} (groups of) processes"
         )
-    if micro and (rows // groups) % micro:
-        raise ValueError(
-            f"train.micro_rows must divide the {rows // groups} rows of a process; got {micro}"
-        )
 
 
 def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Module:
@@ -137,7 +142,6 @@ def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Mo
         return model
     if recipe.train.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(group.device.type, (group.world,))
         for block in model.model.layers:
@@ -156,15 +160,15 @@ def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
         with called.no_sync():
             yield
         return
-    if hasattr(called, "set_requires_gradient_sync"):
-        called.set_requires_gradient_sync(last)  # type: ignore[operator]
+    if isinstance(called, FSDPModule):
+        called.set_requires_gradient_sync(last)
     yield
 
 
 def reshard(model: nn.Module) -> None:
     """Sharded weights as the optimizer knows them, also after a forward without a backward."""
     for module in model.modules():
-        if hasattr(module, "reshard"):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 

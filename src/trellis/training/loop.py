@@ -74,9 +74,7 @@ class Trainer:
             recipe.train.precision == "auto" and group.device.type == "cuda"
         )
 
-        rows = group.rows(recipe.rows)
-        size = recipe.train.micro_rows or len(rows)
-        self.micro = [rows[i : i + size] for i in range(0, len(rows), size)]
+        self.micro = group.micro_rows(recipe)
         #: Per micro-batch, the states that its rows go on from.
         self.lanes: list[list[Any] | None] = [None] * len(self.micro)
         self.step = 0
@@ -276,7 +274,7 @@ class Trainer:
         if self.validation is None:
             return
         recipe = self.recipe
-        rows = recipe.train.micro_rows or max(1, 8192 // recipe.data.context)
+        rows = max(1, recipe.train.micro_tokens // recipe.data.context)
         found = validate(
             self.called, self.validation, recipe.data.context, recipe.log.validation_tokens, rows,
             self.group,

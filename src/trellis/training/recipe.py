@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..data.batches import KINDS
+from ..mixers import MIXERS, build_mixer
 from ..mixers.base import at_least
 from ..models.config import TrellisConfig
 from ..models.presets import PRESETS, match_parameters, preset
@@ -58,7 +61,10 @@ class ModelSection:
             for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
                 if getattr(self, name) is None:
                     raise ValueError(f"model.{name} must be given where there is no model.preset")
-        self.config(vocab_size=256)
+        config = self.config(vocab_size=256)
+        with torch.device("meta"):  # raises where a mixer cannot have this width
+            for name, fields in config.layer_mixers()[: len(MIXERS)]:
+                build_mixer(name, config.hidden_size, config.num_attention_heads, **fields)
 
     def config(self, vocab_size: int, **fields: Any) -> TrellisConfig:
         """The model's configuration for a vocabulary."""
@@ -105,7 +111,8 @@ class TrainSection:
     """How it is trained.
 
     steps, or tokens: how long. rows: sequences of a global batch, or batch_tokens: its tokens.
-    micro_rows: rows per process that are in memory at once; 0: all, without accumulation.
+    micro_tokens: a process takes at most so many tokens at once (but a row at least), and
+        accumulates gradients over the rest of its rows.
     warmup: share of the steps with a rising learning rate; then a cosine to min_learning_rate.
     weight_decay is not applied to norms, biases, gates, convolutions and embeddings.
     context_warmup: [[share of the steps, tokens], ...]: up to that share, rows are cut into
@@ -119,7 +126,7 @@ class TrainSection:
     tokens: float | None = None
     rows: int | None = None
     batch_tokens: float | None = None
-    micro_rows: int = 0
+    micro_tokens: int = 32768
     seed: int = 0
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-5
@@ -144,13 +151,12 @@ class TrainSection:
             raise ValueError("exactly one of train.rows and train.batch_tokens must be given")
         choice("train.precision", self.precision, PRECISIONS)
         choice("train.strategy", self.strategy, STRATEGIES)
-        for name in ("steps", "rows", "sequence_parallel", "max_bad_steps"):
+        for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("tokens", "batch_tokens"):
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1, whole=False)
-        at_least("train.micro_rows", self.micro_rows, 0)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "epsilon", "clip"):
             at_least(f"train.{name}", getattr(self, name), 0, whole=False)
         if not 0 <= self.warmup <= 1:
@@ -328,10 +334,9 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
     values = {}
     for key, value in table.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, known, n=1)
-            elsewhere = _section_of(key) if not near else None
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            hint = f"; did you mean {elsewhere}?" if elsewhere else hint
+            near = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
+            right = _section_of(key) or next(iter(near), None)
+            hint = f"; did you mean {right}?" if right else ""
             what = "section" if not prefix else "key"
             raise ValueError(f"a recipe has no {what} {prefix}{key}{hint}")
         wanted = hints[key]

@@ -27,7 +27,7 @@ from .recipe import Recipe, from_dict
 RECIPE = "recipe.json"
 #: What may differ when a run is resumed; anything else would make it another run.
 CHANGEABLE = (
-    "train.steps", "train.tokens", "train.micro_rows", "train.precision", "train.checkpointing",
+    "train.steps", "train.tokens", "train.micro_tokens", "train.precision", "train.checkpointing",
     "train.compile", "train.device", "train.strategy", "train.sequence_parallel",
     "train.max_bad_steps", "data.path", "data.validation_path", "data.sources", "log.",
     "checkpoint.",

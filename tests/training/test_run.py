@@ -1,0 +1,302 @@
+"""What a person does with runs: train, watch, generate, export, plot; and what they get wrong."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tests.training.helpers import (
+    comparable,
+    losses,
+    make_corpus,
+    recipe,
+    run_command,
+    table,
+    write_toml,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trellis.cli import main
+from trellis.mixers.base import names_without_weight_decay
+from trellis.models.cache import TrellisCache
+from trellis.training.metrics import ProgressLine, clock, read_metrics
+from trellis.training.optimizer import decayed_names
+from trellis.training.plot import draw_losses
+from trellis.training.run import export, load_run, train
+from trellis.training.sampling import generate
+
+#: The default mixer on a fixed text: 30 steps, fp32. The tolerance leaves room for the order of
+#: sums of other processors and thread counts, which the memory's first tokens amplify.
+GOLDEN_STEPS = [1, 5, 10, 15, 20, 25, 30]
+GOLDEN = {
+    "trellis": [5.4773, 5.4107, 4.9760, 4.1900, 3.8257, 3.5238, 3.5321],
+    "transformer": [5.4879, 5.3287, 4.7343, 4.0128, 3.7214, 3.4448, 3.4768],
+}
+TOLERANCE = 0.02
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(recipe(corpus, checkpoint={"every": 10}), run)
+    return run
+
+
+@pytest.mark.parametrize("mixer", GOLDEN)
+def test_golden_losses(corpus, tmp_path, mixer):
+    sections = {"model": {"mixer": mixer}, "train": {"steps": 30}, "log": {"every": 5}}
+    train(recipe(corpus, **sections), tmp_path / "run")
+    found = {r["step"]: r["loss"] for r in comparable(tmp_path / "run") if "loss" in r}
+    assert list(found) == GOLDEN_STEPS
+    print(mixer, [round(loss, 5) for loss in found.values()])
+    assert list(found.values()) == pytest.approx(GOLDEN[mixer], abs=TOLERANCE)
+
+
+def test_what_is_logged(trained, corpus):
+    records = read_metrics(trained)
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    assert steps[-1]["tokens"] == 20 * 4 * 32
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    timing = steps[-1]["timing"]
+    assert timing["tokens_per_second"] > 0
+    assert 0 < timing["utilisation"] < 1
+    assert timing["memory_bytes"] > 2**20
+    assert timing["seconds_left"] == 0
+    validations = [r for r in records if "validation_loss" in r]
+    assert [r["step"] for r in validations] == [10, 20]
+    assert validations[-1]["validation_perplexity"] == pytest.approx(
+        torch.tensor(validations[-1]["validation_loss"]).exp().item()
+    )
+
+
+def test_validation_is_the_mean_over_fixed_windows(trained, corpus):
+    """Against a direct computation, document by document."""
+    model, _ = load_run(trained)
+    stream, context = corpus.validation, 32
+    ends = set(stream.ends.tolist())
+    summed = count = 0.0
+    windows = (stream.tokens - 1) // context
+    chosen = [i * windows // 16 * context for i in range(16)]  # 512 tokens
+    for start in chosen:
+        ids = stream.read(start, start + context + 1)
+        cuts = [0, *(e - start for e in range(start + 1, start + context) if e in ends), context]
+        for a, b in zip(cuts, cuts[1:]):
+            with torch.no_grad():
+                logits = model(torch.from_numpy(ids[a:b])[None]).logits[0].double().log_softmax(-1)
+            for place in range(a, b):
+                if start + place + 1 not in ends:
+                    summed -= logits[place - a, ids[place + 1]].item()
+                    count += 1
+    last = [r for r in read_metrics(trained) if "validation_loss" in r][-1]
+    assert last["validation_loss"] == pytest.approx(summed / count, abs=1e-5)
+
+
+def test_carrying_states_is_reading_on(corpus, tmp_path):
+    """Contiguous batches: a later segment's loss is as if the lane had been read from its start."""
+    sections = {
+        "data": {"batches": "contiguous", "context": 16},
+        "train": {"learning_rate": 0.0, "min_learning_rate": 0.0, "steps": 6, "rows": 2},
+    }
+    train(recipe(corpus, **sections), tmp_path / "run")
+    model, _ = load_run(tmp_path / "run")
+    from trellis.training.loop import make_batches
+
+    batches = make_batches(recipe(corpus, **sections), corpus)
+    made = [batches.batch(step) for step in range(6)]
+    assert all(batch.cu_seqlens is None for batch in made)  # else the check below is too simple
+    ids = torch.cat([batch.input_ids for batch in made], dim=1)
+    targets = torch.cat([batch.targets for batch in made], dim=1)
+    with torch.no_grad():
+        logits = model(ids).logits
+    by_token = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none"
+    ).view(2, 6, 16)
+    assert losses(tmp_path / "run").tolist() == pytest.approx(
+        by_token.mean((0, 2)).tolist(), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "option", [{"checkpointing": True}, {"compile": True}, {"micro_tokens": 1}]
+)
+def test_options_that_change_no_result(corpus, tmp_path, trained, option):
+    sections = {"train": {"steps": 3, **option}}
+    if "compile" in option:
+        pytest.importorskip("torch._inductor", reason="this torch cannot compile")
+    plain = recipe(corpus, train={"steps": 3})
+    train(plain, tmp_path / "plain")
+    train(recipe(corpus, **sections), tmp_path / "run")
+    assert losses(tmp_path / "run").tolist() == pytest.approx(
+        losses(tmp_path / "plain").tolist(), abs=2e-5
+    )
+
+
+def test_bf16_autocast_trains(corpus, tmp_path):
+    train(recipe(corpus, train={"precision": "bf16"}), tmp_path / "run")
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] - 0.5
+
+
+def test_what_decays(trained):
+    model, _ = load_run(trained)
+    decayed = decayed_names(model)
+    assert "model.layers.0.mixer.q_proj.weight" in decayed
+    assert "model.layers.1.mlp.down_proj.weight" in decayed
+    for name in model.state_dict():
+        if any(
+            part in name for part in ("norm", "embed", "bias", "A_log", "convolutions", "lm_head")
+        ):
+            assert name not in decayed
+    assert not decayed & names_without_weight_decay(model)
+
+
+def text_of(model, tokenizer, prompt, cache, **options):
+    return "".join(generate(model, tokenizer, prompt, cache, temperature=0, **options))
+
+
+def test_a_saved_state_is_gone_on_from(trained, tmp_path):
+    model, tokenizer = load_run(trained)
+    first, second = "the memory of ", "each pass is"
+    whole = text_of(model, tokenizer, first + second, model.init_cache(1), max_tokens=30)
+    out = run_command("generate", trained, "--prompt", first, "--max-tokens", 0,
+                      "--state-out", tmp_path / "state.safetensors")  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    assert f"state after {len(first)} tokens" in out.stderr
+    cache = TrellisCache.load(tmp_path / "state.safetensors", model)
+    assert text_of(model, tokenizer, second, cache, max_tokens=30) == whole
+    # What was generated has been read as well.
+    assert cache.seen == len(first + second) + 30
+    out = run_command("generate", trained, "--prompt", second, "--temperature", 0,
+                      "--state-in", tmp_path / "state.safetensors", "--max-tokens", 30)  # fmt: skip
+    assert out.stdout == whole + "\n"
+
+
+def test_sampling_depends_on_the_seed_alone(trained):
+    model, tokenizer = load_run(trained)
+    texts = [
+        "".join(generate(model, tokenizer, "x", model.init_cache(1), max_tokens=20, seed=seed))
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert "".join(generate(model, tokenizer, "", model.init_cache(1), max_tokens=3)) is not None
+
+
+@pytest.mark.parametrize("step", [10, None])
+def test_every_checkpoint_can_be_exported(trained, tmp_path, step):
+    model, tokenizer = load_run(trained, step)
+    export(trained, tmp_path / "model", step)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    fast = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "def f(x):\n    return ä"
+    ids = fast(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == tokenizer.encode(text).tolist()
+    assert fast.decode(ids[0]) == text
+    assert fast.eos_token_id == loaded.config.eos_token_id == 256
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    again, _ = load_run(tmp_path / "model")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(FileExistsError, match="exists already: give another --out"):
+        export(trained, tmp_path / "model")
+
+
+def test_curves_of_several_runs(trained, tmp_path):
+    drawn = draw_losses([trained, trained], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    tokens, values = drawn[str(trained)]["training"]
+    assert tokens[-1] == 20 * 4 * 32
+    assert list(values) == losses(trained).tolist()
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no metrics\.jsonl"):
+        draw_losses([tmp_path], tmp_path / "x.png")
+
+
+def test_tensorboard(corpus, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train(recipe(corpus, train={"steps": 2}, log={"tensorboard": True}), tmp_path / "run")
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+class Text:
+    def __init__(self, terminal):
+        self.terminal, self.written = terminal, ""
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        self.written += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_progress_line(trained, terminal):
+    record = next(r for r in read_metrics(trained) if "loss" in r)
+    out = Text(terminal)
+    ProgressLine(20, out).show({**record, "loss": 2.0, "bad_steps": 3})
+    assert "step  1/20  loss 2.0000  perplexity 7.39" in out.written
+    assert "tokens/s" in out.written
+    assert "% of peak" in out.written
+    assert "3 skipped" in out.written
+    assert out.written.startswith("\r") == terminal
+    assert (clock(67.4), clock(3723)) == ("1:07", "1:02:03")
+
+
+def broken(corpus, tmp_path, what):
+    """A recipe whose inputs are broken in one way; returns (arguments, message)."""
+    own = make_corpus(tmp_path)
+    values = table(own)
+    arguments = []
+    manifest = own.path / "manifest.json"
+    if what == "no corpus":
+        values["data"].update(path=str(tmp_path / "none"), sources=["stdlib"])
+        message = "make it with: trellis data prepare stdlib --tokenizer bytes --out"
+    elif what == "truncated shard":
+        shard = own.path / "train-00000.bin"
+        shard.write_bytes(shard.read_bytes()[:-10])
+        message = "train-00000.bin"
+    elif what == "manifest that does not match":
+        content = json.loads(manifest.read_text())
+        content["splits"]["train"]["tokens"] += 1
+        manifest.write_text(json.dumps(content))
+        message = "train"
+    elif what == "wrong tokenizer":
+        (own.path / "tokenizer.json").write_text("{}")
+        message = "tokenizer.json"
+    elif what == "typo":
+        values["train"]["stesp"] = 3
+        message = "a recipe has no key train.stesp; did you mean train.steps?"
+    elif what == "growing state":
+        values["data"]["batches"] = "contiguous"
+        values["model"]["mixer"] = "transformer"
+        message = "grows with what is read: give it a window, or use packed batches"
+    else:
+        assert what == "output that cannot be written"
+        (tmp_path / "file").write_text("")
+        arguments = ["--out", tmp_path / "file" / "run"]
+        message = "cannot be written"
+    file = write_toml(tmp_path / "r.toml", values)
+    return ["train", file, *(arguments or ["--out", tmp_path / "run"])], message
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["no corpus", "truncated shard", "manifest that does not match", "wrong tokenizer", "typo",
+     "growing state", "output that cannot be written"],
+)  # fmt: skip
+def test_broken_inputs_are_named_before_anything_is_written(corpus, tmp_path, monkeypatch, what):
+    arguments, message = broken(corpus, tmp_path, what)
+    monkeypatch.setattr(sys, "argv", ["trellis", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert str(exit.value).startswith("trellis: ")
+    assert message in str(exit.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_is_one_line_and_an_exit_code(tmp_path):
+    out = run_command("train", tmp_path / "none.toml")
+    assert out.returncode == 1
+    assert out.stderr == f"trellis: there is no recipe {tmp_path / 'none.toml'}\n"
