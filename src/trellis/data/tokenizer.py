@@ -27,7 +27,7 @@ _END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 FILE_NAME = "tokenizer.json"
 
 _PIECE_CHARACTERS = 1 << 15
-#: Texts of one call of the library, per core: it needs some 50 bytes for each byte of text.
+#: Text in one call of the library. It needs some 50 times as much memory, so it is bounded.
 _CALL_CHARACTERS = (1 << 19) * min(os.cpu_count() or 1, 32)
 
 
