@@ -48,7 +48,7 @@ def main() -> None:
     print(f"\n{time.monotonic() - started:.0f} seconds in all. Try next:\n")
     print(f'  .venv/bin/trellis generate {trellis} --prompt "import "')
     print(f"  .venv/bin/trellis plot {trellis} {attention} --out {out}/loss.png")
-    print(f"  .venv/bin/trellis train {trellis} --resume --set train.steps=600")
+    print(f"  .venv/bin/trellis train {trellis} --resume --set train.steps=400")
 
 
 def _free(path: Path) -> Path:
@@ -185,9 +185,9 @@ def draw(points: dict[str, list[Point]], path: Path) -> None:
         axes.plot([last.tokens], [height], "X", color="C1", markersize=11)
         axes.annotate(
             f"last point within {ATTENTION_SECONDS} s", (last.tokens, height),
-            textcoords="offset points", xytext=(-8, 8), ha="right", color="C1",
+            textcoords="offset points", xytext=(-12, -4), ha="right", color="C1",
         )  # fmt: skip
-        axes.set(xscale="log", xlabel="tokens read", ylim=(0, None))
+        axes.set(xscale="log", xlabel="tokens read", ylim=(0, 1.1 * axes.get_ylim()[1]))
         axes.grid(alpha=0.3)
         axes.legend(loc="center left")
     left.set(ylabel="MiB", title="Memory of what was read")
