@@ -117,7 +117,7 @@ def test_gradients_travel_back_from_process_to_process(corpus, tmp_path, mixer):
     sections["train"]["sequence_parallel"] = 2
     launch(tmp_path, [(table(corpus, **sections), tmp_path / "two", False)])
     one, two = gradients(tmp_path / "one"), gradients(tmp_path / "two")
-    assert len(one) > 20
+    assert len(one) >= 20
     assert one.keys() == two.keys()
     for name, gradient in one.items():
         assert relative_rms(two[name], gradient) < 1e-5, name
