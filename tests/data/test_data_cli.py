@@ -55,3 +55,22 @@ def test_what_was_held_out_is_said(tmp_path):
     source = write_folder(tmp_path / "in") / "a.txt"
     result = run("prepare", source, "--out", tmp_path / "out")
     assert "validation: no document fell to validation" in result.output
+
+
+@pytest.mark.parametrize(
+    ("texts", "why"),
+    [
+        ({}, ""),
+        ({"a.bin": b"x", "b.png": b"x"}, "1 .bin, 1 .png"),
+        ({"a.txt": b"a\0b"}, "a.txt: binary (NUL bytes)"),
+    ],
+)
+def test_folders_without_text(tmp_path, texts, why):
+    folder = write_folder(tmp_path / "in", texts)
+    folder.mkdir(exist_ok=True)
+    for command in ("prepare", "tokenizer"):
+        result = run(command, folder, "--out", tmp_path / "out")
+        assert isinstance(result.exception, ValueError)
+        assert f"no document was found in {folder}" in str(result.exception)
+        assert why in str(result.exception)
+        assert [path.name for path in tmp_path.iterdir()] == ["in"]

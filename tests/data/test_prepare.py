@@ -67,14 +67,19 @@ def test_batches_and_shards_do_not_change_the_tokens(sources, tmp_path, monkeypa
     assert len(whole) == 20 + 32 + 20
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(sources, tmp_path, small_batches, tokenizer):
+@pytest.mark.parametrize(
+    ("tokenizer", "max_documents"), [("bytes", None), ("bpe", None), ("bytes", 30), ("bytes", 31)]
+)
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    sources, tmp_path, small_batches, tokenizer, max_documents
+):
     if tokenizer == "bpe":
         train_tokenizer(sources, 280, tmp_path / "bpe")
         tokenizer = str(tmp_path / "bpe")
-    prepare_corpus(sources, tmp_path / "one", tokenizer=tokenizer, **OPTIONS)
+    options = {"tokenizer": tokenizer, "max_documents": max_documents}
+    prepare_corpus(sources, tmp_path / "one", **OPTIONS, **options)
     times = 0
-    while interrupted(sources, tmp_path / "two", 1, tokenizer=tokenizer):
+    while interrupted(sources, tmp_path / "two", times % 2, **options):
         times += 1
         assert not (tmp_path / "two").exists()
         assert (tmp_path / "two.partial").is_dir()
@@ -115,6 +120,19 @@ def test_a_killed_run_goes_on_to_the_same_bytes(sources, tmp_path, small_batches
     assert (tmp_path / "two.partial" / "progress.json").exists()
     prepare_corpus(sources, tmp_path / "two", **OPTIONS)
     assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_a_run_stopped_with_enough_documents_writes_none_again(tmp_path, small_batches):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"document {i}"} for i in range(20)])
+
+    def stop(progress):
+        if progress.documents >= 5:
+            raise Stop
+
+    options = {"validation": 0, "max_documents": 5, "checkpoint_seconds": 0}
+    with pytest.raises(Stop):
+        prepare_corpus([rows], tmp_path / "out", **options, progress=stop)
+    assert texts_of([rows], tmp_path / "out", **options) == [f"document {i}" for i in range(5)]
 
 
 def test_finished_units_are_not_opened_again(sources, tmp_path, small_batches, monkeypatch):

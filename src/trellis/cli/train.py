@@ -33,6 +33,8 @@ def train(
             raise ValueError(
                 f"{recipe} is a folder: give a recipe, or --resume to go on with a run"
             )
+        if out is not None:
+            raise ValueError(f"--out must not be given with a run to resume, {recipe}; got {out}")
         run = recipe
         chosen = override(recipe_of(run), settings or ())
     else:

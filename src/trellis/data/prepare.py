@@ -52,7 +52,6 @@ class Progress:
     source_total: int | None = None  # None if it is not known
     skipped: int = 0
     resumed: bool = False
-    unit: str = ""
 
 
 @dataclass
@@ -187,12 +186,12 @@ class _Run:
             closing(Prefetched(_encoded(iter(read), self.tokenizer), depth=1)) as batches,
         ):
             for batch in batches:
-                enough = self._write(batch)
+                self._write(batch)
                 if time.monotonic() - self._last_checkpoint >= self.checkpoint_seconds:
                     self._checkpoint()
                 if progress is not None:
                     self._show(shown, progress)
-                if enough:
+                if self.complete:
                     break
         if self.documents == 0:
             self.recorded = False  # nothing to go on from: nothing is left behind
@@ -236,8 +235,8 @@ class _Run:
 
     # Writing.
 
-    def _write(self, batch: _Batch) -> bool:
-        """Appends a batch; True if there are enough documents."""
+    def _write(self, batch: _Batch) -> None:
+        """Appends a batch; complete if there are enough documents then."""
         limit = self.options["max_documents"]
         ids = iter(batch.ids)
         for event in batch.events:
@@ -250,14 +249,15 @@ class _Run:
                         writer.append(np.array([self.tokenizer.end_of_document]))
                     writer.end_document()
                     if limit is not None and self.documents >= limit:
-                        return True
+                        # At once: what is recorded from here on must not be read again.
+                        self.complete = True
+                        return
             elif isinstance(event, Skip):
                 self._write_skip(event)
             else:
                 self.ignored[event.suffix] += 1
         self.unit, self.events_in_unit = batch.unit, batch.events_in_unit
         self.source_bytes = batch.source_bytes
-        return False
 
     def _writer(self) -> SplitWriter:
         """Of the split that the current document belongs to."""
@@ -281,7 +281,6 @@ class _Run:
         shown.text_bytes = sum(w.bytes for w in writers)
         shown.source_bytes = self.source_bytes
         shown.skipped = self.skip_counts.total()
-        shown.unit = self.listing.units[min(self.unit, len(self.listing.units) - 1)].name
         progress(shown)
 
     # The end.

@@ -65,13 +65,6 @@ class Processes:
             dist.all_reduce(values)
         return values
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 has, on all."""
-        box = [value]
-        if self.world > 1:
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
-
     def all_rows(self, tensor: Tensor) -> Tensor | None:
         """The rows of all processes in order, on rank 0; None elsewhere."""
         if self.world == 1:
@@ -117,6 +110,8 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("train.device is cuda, but this torch finds no such device")
         index = int(os.environ.get("LOCAL_RANK", 0))
         torch.cuda.set_device(index)
         return torch.device("cuda", index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import platform
 import signal
 import time
@@ -212,7 +213,7 @@ class Trainer:
         elif self.recipe.data.batches == "contiguous":
             relay = Carrier(states, batch)
         packed = batch.cu_seqlens is not None
-        with torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._autocast():
             loss = self.called(
                 input_ids=batch.input_ids.reshape(1, -1) if packed else batch.input_ids,
                 targets=batch.targets.reshape(1, -1) if packed else batch.targets,
@@ -223,6 +224,9 @@ class Trainer:
                 use_cache=False,
             ).loss
         return loss, relay.states if isinstance(relay, Carrier) else None
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _skip(self, loss: float, norm: float) -> None:
         """Leave the weights as they are, and the carried states behind: they may be the cause."""
@@ -245,7 +249,8 @@ class Trainer:
     def _record(
         self, measured: dict[str, Any], seconds: float, tokens: int, peak: float
     ) -> dict[str, Any]:
-        loss = self.interval_loss / self.interval_steps if self.interval_steps else math.nan
+        # None where every step since the last record was skipped.
+        loss = self.interval_loss / self.interval_steps if self.interval_steps else None
         self.interval_loss, self.interval_steps = 0.0, 0
         rate = tokens / seconds
         left = (self.recipe.steps - self.step) * self.recipe.rows * self.recipe.data.context
@@ -257,7 +262,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.step * self.recipe.rows * self.recipe.data.context,
             "loss": loss,
-            "grad_norm": measured["grad_norm"],
+            "grad_norm": norm if math.isfinite(norm := measured["grad_norm"]) else None,
             "learning_rate": measured["learning_rate"],
             "context": context_at(self.recipe, self.step - 1),
             "bad_steps": self.bad_steps,
@@ -275,10 +280,11 @@ class Trainer:
             return
         recipe = self.recipe
         rows = max(1, recipe.train.micro_tokens // recipe.data.context)
-        found = validate(
-            self.called, self.validation, recipe.data.context, recipe.log.validation_tokens, rows,
-            self.group,
-        )  # fmt: skip
+        with self._autocast():
+            found = validate(
+                self.called, self.validation, recipe.data.context, recipe.log.validation_tokens,
+                rows, self.group,
+            )  # fmt: skip
         reshard(self.model)
         if metrics is not None:
             metrics.write({"step": self.step, **found})
@@ -291,6 +297,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this moment. Every process must call it."""
         extra = {"rng.cpu": torch.get_rng_state()}
+        if self.group.device.type == "cuda":
+            extra["rng.cuda"] = torch.cuda.get_rng_state(self.group.device)
         extra.update(self._gathered_lanes())
         checkpoints.save(
             self.run_folder,
@@ -336,6 +344,8 @@ class Trainer:
         self.interval_loss, self.interval_steps = content["interval"]
         extra = checkpoints.load_extra(resumed)
         torch.set_rng_state(extra["rng.cpu"])
+        if self.group.device.type == "cuda" and "rng.cuda" in extra:
+            torch.cuda.set_rng_state(extra["rng.cuda"], self.group.device)
         if any(name.startswith("lanes.") for name in extra):
             self.lanes = [self._rows_of(extra, rows) for rows in self.micro]
 
@@ -396,11 +406,15 @@ def _due(step: int, every: int) -> bool:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C are noted, to stop after the step; a second one interrupts at once."""
+    """SIGTERM and Ctrl-C are noted, to stop after the step; a second Ctrl-C interrupts at once.
+
+    Not under torchrun, which passes signals on that the terminal has sent already.
+    """
     noted: list[int] = []
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
 
     def note(number: int, frame: Any) -> None:
-        if noted:
+        if noted and number == signal.SIGINT and not launched:
             raise KeyboardInterrupt
         noted.append(number)
 

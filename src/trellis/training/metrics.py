@@ -87,11 +87,10 @@ class ProgressLine:
         self.over = self.out.isatty()
 
     def show(self, record: dict[str, Any]) -> None:
-        timing = record["timing"]
+        timing, loss = record["timing"], record["loss"]
         parts = [
             f"step {record['step']:>{len(str(self.steps))}}/{self.steps}",
-            f"loss {record['loss']:.4f}",
-            f"perplexity {perplexity(record['loss']):,.2f}",
+            "no loss" if loss is None else f"loss {loss:.4f}  perplexity {perplexity(loss):,.2f}",
             f"{timing['tokens_per_second']:,.0f} tokens/s",
             f"{timing['utilisation']:.0%} of peak",
             f"{timing['memory_bytes'] / 2**30:.2f} GiB",

@@ -40,7 +40,7 @@ def draw_losses(runs: list[Path], out: Path) -> dict[str, dict[str, Any]]:
 def _curves(run: Path) -> dict[str, Any]:
     """(tokens, loss) of training and of validation."""
     records = read_metrics(run)
-    training = [(r["tokens"], r["loss"]) for r in records if "loss" in r]
+    training = [(r["tokens"], r["loss"]) for r in records if r.get("loss") is not None]
     if not training:
         raise ValueError(f"{run} has no losses yet")
     per_step = training[-1][0] / [r["step"] for r in records if "loss" in r][-1]

@@ -32,6 +32,7 @@ else:
 
 PRECISIONS = ("auto", "fp32", "bf16")
 STRATEGIES = ("ddp", "fsdp")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 @dataclass
@@ -151,6 +152,7 @@ class TrainSection:
             raise ValueError("exactly one of train.rows and train.batch_tokens must be given")
         choice("train.precision", self.precision, PRECISIONS)
         choice("train.strategy", self.strategy, STRATEGIES)
+        choice("train.device", self.device, DEVICES)
         for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)

@@ -53,7 +53,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
                 "--set train.steps=..."
             )
         make_batches(recipe, corpus)
-        if not resume and run.exists() and (not run.is_dir() or any(run.iterdir())):
+        if not resume and run.exists() and not _is_empty(run):
             raise FileExistsError(
                 f"{run} exists already: give another --out, or --resume to go on with it"
             )
@@ -66,6 +66,11 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
         group.barrier()
         trainer.run()
     return run
+
+
+def _is_empty(folder: Path) -> bool:
+    """Nothing but what an interrupted start may have left, a file that had no name yet."""
+    return folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
 
 
 def _open_data(recipe: Recipe, path: str) -> Corpus:
@@ -118,7 +123,8 @@ def _check_resumed(
         )
     if not checkpoints.steps_in(run):
         return None
-    found = checkpoints.open_checkpoint(run)
+    found = checkpoints.open_checkpoint(run, verify=group.first)  # one process reads all of it
+    group.barrier()
     if found.content["data"] != corpus.fingerprint:
         raise ValueError(
             f"{recipe.data.path} is not the text that {run} was trained on: its manifest's hash is "
@@ -140,6 +146,8 @@ def load_run(
         raise FileNotFoundError(f"there is no run or exported model at {path}")
     tokenizer = load_tokenizer(str(path))
     if (path / "config.json").is_file():
+        if step is not None:
+            raise ValueError(f"{path} is an exported model without steps; got step {step}")
         model = TrellisForCausalLM.from_pretrained(path)
     else:
         found = checkpoints.open_checkpoint(path, step)
