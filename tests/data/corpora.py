@@ -15,7 +15,8 @@ TEXTS = {
 
 
 def write_folder(folder, texts=None):
-    for name, text in (texts or TEXTS).items():
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (TEXTS if texts is None else texts).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -90,7 +90,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
             if path.name.endswith("documents.bin") or path.stat().st_size < 700 * 2:
                 with path.open("ab") as file:
                     file.write(b"written but not recorded")
-    assert times > 5
+    assert times > 4
     assert content(tmp_path / "one") == content(tmp_path / "two")
     assert not (tmp_path / "two.partial").exists()
     open_corpus(tmp_path / "two").verify()
