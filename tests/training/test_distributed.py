@@ -1,6 +1,8 @@
 """Two processes on gloo do what one does."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.support import relative_rms
-from tests.training.helpers import environment, losses, recipe, table
+from tests.training.helpers import (
+    TEXT,
+    comparable,
+    environment,
+    losses,
+    recipe,
+    table,
+    write_toml,
+)
 
+from trellis.data import prepare_corpus
 from trellis.training import checkpoint as checkpoints
 from trellis.training.run import load_run, train
 
@@ -53,7 +64,13 @@ VARIANTS = {
     "accumulated": {"train": {"strategy": "ddp", "micro_tokens": 32}},
     "fsdp accumulated": {"train": {"strategy": "fsdp", "micro_tokens": 32}},
     "contiguous": {"data": {"batches": "contiguous"}},
-    "sequence parallel": {"train": {"sequence_parallel": 2}},
+    "contiguous fsdp": {"data": {"batches": "contiguous"}, "train": {"strategy": "fsdp"}},
+    "contiguous, window": {
+        "data": {"batches": "contiguous"},
+        "model": {"mixer": "transformer", "mixer_config": {"window": 100}},
+        "train": {"micro_tokens": 32},
+    },
+    "sequence parallel": {"train": {"sequence_parallel": 2, "micro_tokens": 32}},
     "sequence parallel, stale, checkpointing": {
         "model": {
             "mixer_config": {
@@ -72,19 +89,40 @@ VARIANTS = {
 }
 
 
+ONE_STEP = {"steps": 1, "warmup": 0.0, "clip": 0.0}
+OTHERS = {
+    "gradients of trellis": {
+        "model": {"mixer": "trellis"},
+        "train": {**ONE_STEP, "sequence_parallel": 2},
+    },
+    "gradients of transformer": {
+        "model": {"mixer": "transformer"},
+        "train": {**ONE_STEP, "sequence_parallel": 2},
+    },
+    # Longer than the segments that a model reads without gradients, in one document.
+    "beyond a segment": {
+        "data": {"context": 4200},
+        "train": {"strategy": "fsdp", "steps": 1, "rows": 2},
+        "log": {"validation_tokens": 9000},
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> (run on one process, run on two), all two-process runs made in one launch."""
     folder = tmp_path_factory.mktemp("distributed")
+    (folder / "one.txt").write_text(TEXT.read_text())
+    long = prepare_corpus([folder / "one.txt"], folder / "long", validation=0.4)
     jobs, found = [], {}
-    for name, sections in VARIANTS.items():
-        sections = {"model": {"mixer_config": SMOOTH}, **sections}
+    smooth = {name: {"model": {"mixer_config": SMOOTH}, **s} for name, s in VARIANTS.items()}
+    for name, sections in {**smooth, **OTHERS}.items():
+        text = long if name == "beyond a segment" else corpus
         path = folder / name.replace(" ", "-").replace(",", "")
-        values = table(corpus, **sections)
-        jobs.append((values, path / "two", False))
+        jobs.append((table(text, **sections), path / "two", False))
         alone = {**sections, "train": {**sections.get("train", {}), "sequence_parallel": 1}}
         alone["train"].pop("micro_tokens", None)
-        train(recipe(corpus, **alone), path / "one")
+        train(recipe(text, **alone), path / "one")
         found[name] = (path / "one", path / "two")
     launch(folder, jobs)
     return found
@@ -111,12 +149,8 @@ def gradients(run):
 
 
 @pytest.mark.parametrize("mixer", ["trellis", "transformer"])
-def test_gradients_travel_back_from_process_to_process(corpus, tmp_path, mixer):
-    sections = {"model": {"mixer": mixer}, "train": {"steps": 1, "warmup": 0.0, "clip": 0.0}}
-    train(recipe(corpus, **sections), tmp_path / "one")
-    sections["train"]["sequence_parallel"] = 2
-    launch(tmp_path, [(table(corpus, **sections), tmp_path / "two", False)])
-    one, two = gradients(tmp_path / "one"), gradients(tmp_path / "two")
+def test_gradients_travel_back_from_process_to_process(runs, mixer):
+    one, two = map(gradients, runs[f"gradients of {mixer}"])
     assert len(one) >= 20
     assert one.keys() == two.keys()
     for name, gradient in one.items():
@@ -124,8 +158,6 @@ def test_gradients_travel_back_from_process_to_process(corpus, tmp_path, mixer):
 
 
 def test_checkpoints_move_between_numbers_of_processes(corpus, runs, tmp_path):
-    import shutil
-
     one = runs["ddp"][0]
     whole = losses(one)
     jobs = []
@@ -150,8 +182,6 @@ def test_checkpoints_move_between_numbers_of_processes(corpus, runs, tmp_path):
 
 
 def test_carried_states_move_between_numbers_of_processes(runs, corpus, tmp_path):
-    import shutil
-
     one, two = runs["contiguous"]
     back = tmp_path / "back"
     shutil.copytree(two, back)
@@ -161,6 +191,37 @@ def test_carried_states_move_between_numbers_of_processes(runs, corpus, tmp_path
     assert (losses(back) - losses(one)).abs().max() < 1e-5
     lanes = checkpoints.load_extra(checkpoints.open_checkpoint(two, 10))
     assert lanes["lanes.0.memory.keys"].shape[0] == 4  # all rows of the batch
+
+
+def test_a_sharded_model_validates_contexts_beyond_a_segment(runs):
+    one, two = (comparable(run)[-1]["validation_loss"] for run in runs["beyond a segment"])
+    assert one == pytest.approx(two, abs=1e-4)
+
+
+def test_torchrun_and_the_command_stop_on_a_signal_and_resume(corpus, tmp_path):
+    file = write_toml(tmp_path / "r.toml", table(corpus, train={"steps": 100000}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", "2", "-m", "trellis.cli"]
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*launcher, "train", str(file), "--out", str(run)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    seen = 0
+    for line in process.stdout:
+        seen += line.startswith("step")
+        if seen == 15:
+            break
+    process.terminate()
+    out, _ = process.communicate(timeout=120)
+    (step,) = re.findall(r"stopped after step (\d+), saved", out)
+    assert checkpoints.steps_in(run)[-1] == int(step)
+    more = recipe(corpus, train={"steps": int(step) + 2})
+    train(more, run, resume=True)
+    assert [r["step"] for r in comparable(run) if "loss" in r][-2:] == [
+        int(step) + 1,
+        int(step) + 2,
+    ]
 
 
 @pytest.mark.parametrize(

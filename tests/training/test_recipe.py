@@ -82,6 +82,10 @@ def test_included_recipes_are_overridden_by_the_file_and_by_settings(tmp_path):
         ({"train": {"rows": 0}}, "train.rows must be a whole number of at least 1; got 0"),
         ({"train": {"sequence_parallel": 5}}, "must divide data.context, 32; got 5"),
         ({"train": {"context_warmup": [[0.5, 8], [0.2, 16]]}}, "pairs .* with rising shares"),
+        ({"train": {"context_warmup": [[0.5, 0]]}}, "at least one token; got"),
+        ({"train": {"device": "gpu"}}, "train.device must be one of auto, cpu, cuda, mps"),
+        ({"train": {"seed": 2**70}}, "train.seed must be from 0 to"),
+        ({"model": {"norm_eps": -1}}, "model.norm_eps must be a number of at least 0; got -1"),
         ({"data": {"batches": "random"}}, "data.batches must be one of packed, contiguous"),
         ({"data": {"path": ""}}, "data.path must name a folder"),
         ({"model": {"mixer": "treliss"}}, "did you mean 'trellis'"),
@@ -105,6 +109,9 @@ def test_settings_and_files_that_are_no_recipe(tmp_path):
     (tmp_path / "broken.toml").write_text("[train\n")
     with pytest.raises(ValueError, match=r"broken\.toml is not valid TOML"):
         load_recipe(tmp_path / "broken.toml")
+    (tmp_path / "odd.toml").write_text("include = 3\n")
+    with pytest.raises(ValueError, match="include must be one or several file names; got 3"):
+        load_recipe(tmp_path / "odd.toml")
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_minimum():

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,8 +22,11 @@ from tests.training.helpers import (
     write_toml,
 )
 
+from trellis.files import locked
 from trellis.training import checkpoint as checkpoints
-from trellis.training.loop import TrainingStopped
+from trellis.training import run as runs
+from trellis.training.loop import Trainer, TrainingStopped
+from trellis.training.metrics import Metrics
 from trellis.training.run import train
 
 
@@ -116,9 +120,14 @@ def test_ten_kills_change_nothing(corpus, tmp_path, batches):
             "data": {"batches": "contiguous"},
             "model": {"mixer": "transformer", "mixer_config": {"window": 20}},
         },
+        {
+            "data": {"batches": "contiguous"},
+            "model": {"mixer": "transformer", "mixer_config": {"window": 100}},
+            "train": {"micro_tokens": 32},
+        },
         {"train": {"context_warmup": [[0.3, 8], [0.6, 16]]}, "log": {"every": 7}},
     ],
-    ids=["packed", "contiguous", "stale", "window", "context warm-up"],
+    ids=["packed", "contiguous", "stale", "window", "long window", "context warm-up"],
 )
 def test_resuming_from_the_middle_is_exact(corpus, tmp_path, sections):
     train(recipe(corpus, **sections), tmp_path / "whole")
@@ -208,47 +217,67 @@ def test_another_recipe_or_text_is_refused(finished, corpus, tmp_path):
         train(recipe(corpus), tmp_path / "none", resume=True)
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from trellis.cli import main
-run = Path(sys.argv[3])
-from trellis.training import checkpoint
-save = checkpoint.save
-def full(*arguments):
-    if arguments[1] == 20:  # no file may grow beyond this: what a full disk does
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    save(*arguments)
-checkpoint.save = full
-sys.argv = ["trellis", "train", sys.argv[1], "--out", sys.argv[3]]
-main()
-"""
+@pytest.mark.parametrize("where", ["shards", "extra", "metrics"])
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
+    corpus, tmp_path, monkeypatch, where
+):
+    """No file may grow beyond a limit, which is what a full disk does."""
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    module, name = {
+        "shards": (checkpoints, "_write_shards"),
+        "extra": (checkpoints, "to_safetensors"),
+        "metrics": (Metrics, "write"),
+    }[where]
+    original = getattr(module, name)
 
+    def full(*arguments):
+        if (arguments[1:2] or [{}])[0].get("step") == 15 if where == "metrics" else armed:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+        return original(*arguments)
 
-def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(corpus, tmp_path):
-    import sys
+    save, armed = checkpoints.save, False
 
-    file = write_toml(tmp_path / "recipe.toml", table(corpus))
+    def saving(run, step, *rest):
+        nonlocal armed
+        armed = step == 20
+        save(run, step, *rest)
+
+    monkeypatch.setattr(checkpoints, "save", saving)
+    monkeypatch.setattr(module, name, full)
     run = tmp_path / "run"
-    out = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(file), "--out", str(run)],
-        capture_output=True, text=True, env=environment(),
-    )  # fmt: skip
-    assert out.returncode == 1
-    assert "trellis: stopped at step 20: cannot write the checkpoint" in out.stderr
-    assert "File too large" in out.stderr
-    assert "The newest checkpoint, of step 10, is whole." in out.stderr
-    assert "Traceback" not in out.stderr
+    try:
+        with pytest.raises(TrainingStopped, match="The newest checkpoint, of step 10, is") as error:
+            train(recipe(corpus, data={"batches": "contiguous"}), run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert str(error.value).startswith(f"stopped at step {15 if where == 'metrics' else 20}: ")
+    assert "File too large" in str(error.value)
     assert os.listdir(checkpoints.folder_of(run)) == ["step-00000010"]
     checkpoints.open_checkpoint(run)
-    train(recipe(corpus), run, resume=True)
+    monkeypatch.undo()
+    train(recipe(corpus, data={"batches": "contiguous"}), run, resume=True)
     assert checkpoints.steps_in(run) == [10, 20]
 
 
-def test_what_is_not_finite_is_skipped_counted_and_in_the_end_explained(corpus, tmp_path):
-    from trellis.training import loop
+def test_a_run_that_is_being_trained_is_held(finished, corpus):
+    longer = recipe(corpus, train={"steps": 30})
+    with locked(finished), pytest.raises(ValueError, match="another process is at work in"):
+        train(longer, finished, resume=True)
+    train(longer, finished, resume=True)
 
-    class Poisoned(loop.Trainer):
+
+def test_a_start_that_was_killed_leaves_nothing_in_the_way(corpus, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".recipe.json.x7").write_text("{")
+    train(recipe(corpus, train={"steps": 1}), run)
+    assert not (run / ".recipe.json.x7").exists()
+
+
+def test_what_is_not_finite_is_skipped_counted_and_in_the_end_explained(
+    corpus, tmp_path, monkeypatch
+):
+    class Poisoned(Trainer):
         """A gradient, later a weight, that is not a number."""
 
         def _forward(self, batch, states):
@@ -258,20 +287,16 @@ def test_what_is_not_finite_is_skipped_counted_and_in_the_end_explained(corpus, 
             loss, states = super()._forward(batch, states)
             return (loss * torch.inf if self.step in (3, 4) else loss), states
 
-    original, loop.Trainer = loop.Trainer, Poisoned
-    from trellis.training import run as runs
-
-    runs.Trainer = Poisoned
-    try:
-        run = tmp_path / "run"
-        with pytest.raises(
-            TrainingStopped,
-            match=r"4 steps in a row gave a loss or gradient that is not finite .*: weights that "
-            r"are not finite: model.layers.1.mlp.up_proj.weight. The newest checkpoint, of step 10",
-        ):
-            train(recipe(corpus, train={"max_bad_steps": 4}), run)
-    finally:
-        loop.Trainer = runs.Trainer = original
+    monkeypatch.setattr(runs, "Trainer", Poisoned)
+    run = tmp_path / "run"
+    sections = {"train": {"max_bad_steps": 4}, "checkpoint": {"every": 5}}
+    with pytest.raises(
+        TrainingStopped,
+        match=r"4 steps in a row gave a loss or gradient that is not finite .*: weights that "
+        r"are not finite: model.layers.1.mlp.up_proj.weight. The newest checkpoint, of step 10",
+    ):
+        train(recipe(corpus, **sections), run)
     records = [r for r in comparable(run) if "loss" in r]
     assert [r["bad_steps"] for r in records[:6]] == [0, 0, 0, 1, 2, 2]
+    assert checkpoints.steps_in(run) == [10]  # none at steps 5 and 15, which were bad
     assert checkpoints.open_checkpoint(run).content["updates"] == 8

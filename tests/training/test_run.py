@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from tests.training.helpers import (
+    TEXT,
     comparable,
     losses,
     make_corpus,
@@ -17,13 +18,16 @@ from tests.training.helpers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trellis.cli import main
+from trellis.data import prepare_corpus, train_tokenizer
 from trellis.mixers.base import names_without_weight_decay
 from trellis.models.cache import TrellisCache
+from trellis.training.distributed import Processes
 from trellis.training.metrics import ProgressLine, clock, read_metrics
 from trellis.training.optimizer import decayed_names
 from trellis.training.plot import draw_losses
 from trellis.training.run import export, load_run, train
 from trellis.training.sampling import generate
+from trellis.training.validation import validate
 
 #: The default mixer on a fixed text: 30 steps, fp32. The tolerance leaves room for the order of
 #: sums of other processors and thread counts, which the memory's first tokens amplify.
@@ -143,11 +147,8 @@ def test_what_decays(trained):
     decayed = decayed_names(model)
     assert "model.layers.0.mixer.q_proj.weight" in decayed
     assert "model.layers.1.mlp.down_proj.weight" in decayed
-    for name in model.state_dict():
-        if any(
-            part in name for part in ("norm", "embed", "bias", "A_log", "convolutions", "lm_head")
-        ):
-            assert name not in decayed
+    exempt = ("norm", "embed", "bias", "A_log", "convolutions", "lm_head", "gamma", "beta")
+    assert not [n for n in model.state_dict() if any(part in n for part in exempt) and n in decayed]
     assert not decayed & names_without_weight_decay(model)
 
 
@@ -179,7 +180,16 @@ def test_sampling_depends_on_the_seed_alone(trained):
         for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
-    assert "".join(generate(model, tokenizer, "", model.init_cache(1), max_tokens=3)) is not None
+    cache = model.init_cache(1)
+    list(generate(model, tokenizer, "", cache, max_tokens=3))
+    assert cache.seen == 4  # the end of a document, which begins one, and what followed
+    with pytest.raises(ValueError, match="prompt must have a token"):
+        list(generate(model, tokenizer, "", cache, max_tokens=3))
+    sure = [
+        "".join(generate(model, tokenizer, "x", model.init_cache(1), max_tokens=9, **options))
+        for options in ({"temperature": 0}, {"top_p": 0.0})
+    ]
+    assert sure[0] == sure[1]
 
 
 @pytest.mark.parametrize("step", [10, None])
@@ -214,7 +224,12 @@ def test_curves_of_several_runs(trained, tmp_path):
 def test_tensorboard(corpus, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     train(recipe(corpus, train={"steps": 2}, log={"tensorboard": True}), tmp_path / "run")
-    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    drawn = [event.value for event in events.Scalars("loss")]
+    assert drawn == pytest.approx(losses(tmp_path / "run").tolist())
 
 
 class Text:
@@ -232,7 +247,8 @@ class Text:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_progress_line(trained, terminal):
+def test_the_progress_line(trained, terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
     record = next(r for r in read_metrics(trained) if "loss" in r)
     out = Text(terminal)
     ProgressLine(20, out).show({**record, "loss": 2.0, "bad_steps": 3})
@@ -242,6 +258,32 @@ def test_the_progress_line(trained, terminal):
     assert "3 skipped" in out.written
     assert out.written.startswith("\r") == terminal
     assert (clock(67.4), clock(3723)) == ("1:07", "1:02:03")
+
+
+def test_validating_on_another_folder(corpus, tmp_path):
+    other = make_corpus(tmp_path, documents=30)
+    section = {"validation_path": str(other.path)}
+    train(recipe(corpus, data=section, train={"steps": 1}), tmp_path / "run")
+    model, _ = load_run(tmp_path / "run")
+    group = Processes(0, 1, torch.device("cpu"), 1, None)
+    expected = validate(model, other.train, 32, 512, 4, group)["validation_loss"]
+    assert comparable(tmp_path / "run")[-1]["validation_loss"] == pytest.approx(expected)
+    (tmp_path / "bpe").mkdir()
+    train_tokenizer([TEXT], 300, tmp_path / "t.json")
+    third = make_corpus(tmp_path / "bpe", tokenizer=tmp_path / "t.json")
+    wrong = recipe(corpus, data={"validation_path": str(third.path)})
+    with pytest.raises(ValueError, match="was prepared with another tokenizer than"):
+        train(wrong, tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+
+
+def test_text_without_a_validation_part(tmp_path, capsys):
+    source = tmp_path / "a.txt"
+    source.write_text(TEXT.read_text())
+    whole = prepare_corpus([source], tmp_path / "whole", validation=0.0)
+    train(recipe(whole, train={"steps": 2}, log={"validate_every": 1}), tmp_path / "run")
+    assert "there is no validation" in capsys.readouterr().out
+    assert all("validation_loss" not in record for record in comparable(tmp_path / "run"))
 
 
 def broken(corpus, tmp_path, what):
@@ -261,7 +303,7 @@ def broken(corpus, tmp_path, what):
         content = json.loads(manifest.read_text())
         content["splits"]["train"]["tokens"] += 1
         manifest.write_text(json.dumps(content))
-        message = "train"
+        message = "expected 33,812: prepare the corpus again"
     elif what == "wrong tokenizer":
         (own.path / "tokenizer.json").write_text("{}")
         message = "tokenizer.json"

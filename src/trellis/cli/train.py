@@ -66,9 +66,12 @@ def generate(
     from ..training.run import load_run
 
     if prompt_file is not None:
-        prompt = prompt_file.read_text(encoding="utf-8") + prompt
-    if state_out is not None and not state_out.parent.is_dir():
-        raise FileNotFoundError(f"--state-out: there is no folder {state_out.parent}")
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8") + prompt
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt-file {prompt_file} is not UTF-8: {error}") from error
+    if state_out is not None and (state_out.is_dir() or not state_out.parent.is_dir()):
+        raise ValueError(f"--state-out must be a file in a folder that exists; got {state_out}")
     model, tokenizer = load_run(run, step)
     cache = model.init_cache(1) if state_in is None else TrellisCache.load(state_in, model)
     if state_in is None:

@@ -132,6 +132,9 @@ class TrellisState(NamedTuple):
 
 
 class TrellisMixer(Mixer):
+    #: The gates of the memory; the output's gate is a map like the others.
+    no_weight_decay = ("gamma_proj.weight", "beta_proj.weight")
+
     def __init__(self, dim: int, heads: int, config: TrellisMixerConfig):
         super().__init__()
         self.config = config

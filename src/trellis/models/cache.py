@@ -30,7 +30,8 @@ FORMAT_VERSION = 1
 class TrellisCache(Cache):
     """States of all layers for a batch of sequences.
 
-    A model makes it (`use_cache=True`, or `model.init_cache(batch)`) and updates it in place.
+    A model makes it (`use_cache=True`, or `model.init_cache(batch)`) and updates it in place. None
+    stands for a state before the first token.
     """
 
     def __init__(self, model: TrellisPreTrainedModel, states: list[State], seen: int = 0):

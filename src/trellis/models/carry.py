@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,12 +34,19 @@ class Carried(NamedTuple):
             parts = (self._replace(rows=part).fill(new) for part, new in zip(self.rows, fresh))
             return type(fresh)(*parts)
         rows = self.rows
-        if fresh.shape[1:] != rows.shape[1:]:  # a growing cache: aligned at its end, zeros in front
-            missing = [have - new for have, new in zip(rows.shape[1:], fresh.shape[1:])]
-            fresh = F.pad(fresh, [x for size in reversed(missing) for x in (size, 0)])
+        fresh = aligned(fresh, rows.shape[1:])
         goes_on = self.goes_on.view(-1, *[1] * (fresh.dim() - 1))
         chosen = torch.where(goes_on, rows.to(fresh.dtype), fresh[self.first])
         return fresh.index_copy(0, self.first, chosen)
+
+
+def aligned(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A state's tensor [N, ...] as [N, *shape]: a cache that grows has its newest tokens last, so
+    zeros go in front."""
+    missing = [wanted - have for wanted, have in zip(shape, tensor.shape[1:])]
+    if not any(missing):
+        return tensor
+    return F.pad(tensor, [x for size in reversed(missing) for x in (size, 0)])
 
 
 def select(state: State, sequences: Tensor) -> State:

@@ -123,7 +123,7 @@ class TrellisModel(TrellisPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
-        sequences = self._check_inputs(given, attention_mask, cache, cu_seqlens)
+        self._check_inputs(given, attention_mask, cache, cu_seqlens)
         if relay is not None and (use_cache or attention_mask is not None):
             raise ValueError("relay cannot be given together with a cache or an attention_mask")
         if attention_mask is not None:
@@ -137,7 +137,9 @@ class TrellisModel(TrellisPreTrainedModel):
         )
         size = tokens if whole else self.config.segment_size
         if cache is None and (use_cache or tokens > size):
-            cache = self.init_cache(sequences)
+            # The layers make their first states themselves: only inside them are weights whole
+            # that FSDP has sharded.
+            cache = TrellisCache(self, [None] * len(self.layers))
         kept, all_hidden = [], None
         first_kept = tokens - hidden_to_keep if hidden_to_keep else 0
         for start in range(0, max(tokens, 1), max(size, 1)):
@@ -164,8 +166,8 @@ class TrellisModel(TrellisPreTrainedModel):
         attention_mask: Tensor | None,
         cache: TrellisCache | None,
         cu_seqlens: Tensor | None,
-    ) -> int:
-        """The number of sequences. Raises before anything is read."""
+    ) -> None:
+        """Raises before anything is read."""
         batch, tokens = given.shape[:2]
         if cu_seqlens is not None:
             if attention_mask is not None:
@@ -190,7 +192,6 @@ class TrellisModel(TrellisPreTrainedModel):
                     f"attention_mask must have shape [B, T] with B = {batch} and T at least "
                     f"{tokens}, the number of input tokens; got {list(attention_mask.shape)}"
                 )
-        return sequences
 
     def _read(
         self,

@@ -24,15 +24,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..files import sha256_of, sync, write_whole
+from .distributed import Processes
 
 FORMAT = "trellis-checkpoint"
 VERSION = 1
 SHARDS = "shards"
+EXTRA = "extra.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -113,45 +115,51 @@ def save(
     config: dict[str, Any],
     content: dict[str, Any],
     keep: int,
-    first: bool = True,
-    barrier: Any = None,
+    group: Processes,
 ) -> None:
     """Write a checkpoint, then delete older ones beyond the newest `keep`.
 
     All processes call this with their parts of `tensors`; the first writes the rest. Where
     something fails, the older checkpoints are untouched and nothing new is visible.
     """
-    barrier = barrier or (lambda: None)
     path = path_of(run, step)
-    partial = path.with_name(f".{path.name}.partial")
-    if first:
+    partial = _partial(path)
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / SHARDS).mkdir(parents=True)
-    barrier()
+
+    def finish() -> None:
+        write_whole(partial / EXTRA, to_safetensors({k: v.contiguous() for k, v in extra.items()}))
+        write_whole(partial / "config.json", _json(config))
+        found = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {path.relative_to(partial).as_posix(): sha256_of(path) for path in found}
+        for name in files:
+            sync(partial / name)
+        whole = {"format": FORMAT, "version": VERSION, "step": step, **content, "files": files}
+        write_whole(partial / "checkpoint.json", _json(whole))
+        sync(partial / SHARDS)
+        sync(partial)
+        os.rename(partial, path)
+        sync(path.parent)
+        for old in steps_in(run)[:-keep]:
+            # Under another name first: half a checkpoint must not look like one.
+            os.rename(path_of(run, old), _partial(path_of(run, old)))
+            shutil.rmtree(_partial(path_of(run, old)))
+
     try:
+        group.on_first(begin)
         _write_shards(partial / SHARDS, tensors)
-        barrier()
-        if first:
-            save_file({k: v.contiguous() for k, v in extra.items()}, partial / "extra.safetensors")
-            write_whole(partial / "config.json", _json(config))
-            found = sorted(path for path in partial.rglob("*") if path.is_file())
-            files = {path.relative_to(partial).as_posix(): sha256_of(path) for path in found}
-            for name in files:
-                sync(partial / name)
-            whole = {"format": FORMAT, "version": VERSION, "step": step, **content, "files": files}
-            write_whole(partial / "checkpoint.json", _json(whole))
-            sync(partial)
-            if path.exists():  # of a run that was resumed from an older step
-                shutil.rmtree(path)
-            os.rename(partial, path)
-            sync(path.parent)
-            for old in steps_in(run)[:-keep]:
-                shutil.rmtree(path_of(run, old))
-        barrier()
+        group.on_first(finish)
     except BaseException:
-        if first:
+        if group.first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _partial(path: Path) -> Path:
+    """The name of a checkpoint that is not whole, or no longer."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def clean(run: Path) -> None:
@@ -198,7 +206,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def load_extra(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    with safe_open(checkpoint.path / "extra.safetensors", framework="pt") as file:
+    with safe_open(checkpoint.path / EXTRA, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 

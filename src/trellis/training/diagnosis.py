@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,16 +35,21 @@ class Watch:
         return look
 
 
-def diagnose(model: nn.Module, forward_first: str | None) -> str:
-    """One sentence: which weights, outputs or gradients are not finite."""
-    weights = [name for name, p in model.named_parameters() if not _finite(p.detach())]
+def diagnose(
+    model: nn.Module, forward_first: str | None, union: Callable[[list[str]], list[str]]
+) -> str:
+    """One sentence: which weights, outputs or gradients are not finite.
+
+    `union` joins the names of all processes, each of which may hold a part of the weights.
+    """
+    weights = union([name for name, p in model.named_parameters() if not _finite(p.detach())])
+    firsts = union([forward_first] if forward_first is not None else [])
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    grads = union([name for name, grad in named if not _finite(grad)])
     if weights:
         return f"weights that are not finite: {_some(weights)}"
-    if forward_first is not None:
-        return f"the first output that is not finite is that of {forward_first}"
-    grads = [
-        name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)
-    ]
+    if firsts:
+        return f"the first output that is not finite is that of {firsts[0]}"
     if grads:
         # The backward runs from the last layer to the first: the last named is where it began.
         return f"gradients that are not finite: {_some(grads)}; the last of them is {grads[-1]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ..models.carry import aligned
 from ..models.modeling import TrellisForCausalLM
 from .recipe import Recipe
 
@@ -59,14 +60,47 @@ class Processes:
         if self.world > 1:
             dist.barrier()
 
+    def on_first(self, function: Callable[[], None]) -> None:
+        """Rank 0 calls it; where that fails, all processes raise the same error."""
+        failed: tuple[str, str] | None = None
+        if self.first:
+            try:
+                function()
+            except (ValueError, OSError) as error:
+                if self.world == 1:
+                    raise
+                failed = ("ValueError" if isinstance(error, ValueError) else "OSError", str(error))
+        if self.world > 1:
+            box = [failed]
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            if box[0] is not None:
+                kind, text = box[0]
+                raise ValueError(text) if kind == "ValueError" else OSError(text)
+
+    def union(self, names: list[str]) -> list[str]:
+        """Names from any process, in the order of this one's first."""
+        if self.world == 1:
+            return names
+        parts: list[list[str]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(parts, names)
+        return list(dict.fromkeys(name for part in parts for name in part))
+
     def summed(self, values: Tensor) -> Tensor:
         if self.world > 1:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values
 
-    def all_rows(self, tensor: Tensor) -> Tensor | None:
-        """The rows of all processes in order, on rank 0; None elsewhere."""
+    def all_rows(self, tensors: list[Tensor]) -> Tensor | None:
+        """The rows of some tensors of all processes in order, on rank 0; None elsewhere.
+
+        Caches of attention differ in length. They are aligned at their ends: zeros go in front.
+        """
+        shape = torch.tensor([list(tensor.shape[1:]) for tensor in tensors]).amax(0)
+        if self.world > 1:
+            shape = shape.to(self.device)
+            dist.all_reduce(shape, dist.ReduceOp.MAX)
+        tensor = torch.cat([aligned(tensor, shape.tolist()) for tensor in tensors])
         if self.world == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -91,7 +125,7 @@ def processes(recipe: Recipe) -> Iterator[Processes]:
         return
     started = not dist.is_initialized()
     if started:
-        # gloo beside nccl: small things, such as which checkpoint is whole, travel on the CPU.
+        # gloo beside nccl: small things, such as what went wrong, travel on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         parts = recipe.train.sequence_parallel
@@ -132,8 +166,12 @@ def _check(recipe: Recipe, world: int) -> None:
 
 
 def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Module:
-    """The model as it is called: itself, in DDP, or sharded in place by FSDP2."""
-    if group.world == 1:
+    """The model as it is called: itself, in DDP, or sharded in place by FSDP2.
+
+    With parts of rows on several processes it is itself: DDP would exchange gradients while other
+    processes still wait for states. `reduce_gradients` does it afterwards.
+    """
+    if group.world == 1 or group.sequence_parallel > 1:
         return model
     if recipe.train.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
@@ -158,6 +196,17 @@ def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
     if isinstance(called, FSDPModule):
         called.set_requires_gradient_sync(last)
     yield
+
+
+def reduce_gradients(model: nn.Module, group: Processes) -> None:
+    """The mean over processes, after the backward, where DDP and FSDP do not see to it."""
+    if group.sequence_parallel == 1:
+        return
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for work in [dist.all_reduce(grad, async_op=True) for grad in grads]:
+        work.wait()
+    for grad in grads:
+        grad.div_(group.world)
 
 
 def reshard(model: nn.Module) -> None:

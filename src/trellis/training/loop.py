@@ -26,7 +26,7 @@ from ..models.flops import training_flops
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .diagnosis import Watch, diagnose
-from .distributed import Processes, reshard, spread, synchronised, whole
+from .distributed import Processes, reduce_gradients, reshard, spread, synchronised, whole
 from .metrics import Metrics, ProgressLine, perplexity
 from .optimizer import build_optimizer
 from .recipe import Recipe
@@ -102,15 +102,14 @@ class Trainer:
         metrics = None
         with _stop_signals() as stopping:
             try:
+                group.on_first(lambda: checkpoints.clean(self.run_folder))
                 if group.first:
                     tensorboard = recipe.log.tensorboard
                     metrics = Metrics(self.run_folder, self.step, tensorboard)
-                    checkpoints.clean(self.run_folder)
-                group.barrier()
                 seconds, tokens = 0.0, 0
                 while self.step < recipe.steps:
                     start = time.perf_counter()
-                    measured = self._train_step(bool(stopping))
+                    measured = self._train_step(stopping)
                     seconds += time.perf_counter() - start
                     tokens += recipe.rows * recipe.data.context
                     last = self.step == recipe.steps
@@ -122,7 +121,9 @@ class Trainer:
                         seconds, tokens = 0.0, 0
                     if last or _due(self.step, recipe.log.validate_every):
                         self._validate(metrics, say)
-                    if last or _due(self.step, recipe.checkpoint.every) or measured["stop"]:
+                    # While steps are skipped, a checkpoint would only push out a better one.
+                    due = _due(self.step, recipe.checkpoint.every) and not self.bad_in_a_row
+                    if last or due or measured["stop"]:
                         self.save()
                     if measured["stop"] and not last:
                         say(
@@ -136,12 +137,15 @@ class Trainer:
                 ) from error
             finally:
                 if metrics is not None:
-                    metrics.close()
+                    with contextlib.suppress(OSError):  # a full disk has been said already
+                        metrics.close()
         say(f"finished: {self.run_folder}")
 
     def _introduce(self, say: Any) -> None:
         recipe = self.recipe
         count = sum(p.numel() for p in self.model.parameters())
+        if self.validation is None:
+            say("there is no validation: the text was prepared without a validation part")
         say(
             f"{recipe.model.mixer}: {count:,} parameters; {self.corpus.train.tokens:,} tokens of "
             f"text; {recipe.steps} steps of {recipe.rows} x {recipe.data.context} tokens "
@@ -160,7 +164,8 @@ class Trainer:
 
     # A step.
 
-    def _train_step(self, stopping: bool) -> dict[str, Any]:
+    def _train_step(self, stopping: list[int]) -> dict[str, Any]:
+        """One update, or a step that is skipped. `stopping` holds signals that came meanwhile."""
         recipe, group, step = self.recipe, self.group, self.step
         rate = learning_rate(recipe, step)
         for parameters in self.optimizer.param_groups:
@@ -172,10 +177,11 @@ class Trainer:
             with synchronised(self.called, last=number == len(self.micro) - 1):
                 part, states = self._forward(batch, self.lanes[number])
                 part.backward()
-            loss += part.detach().double().cpu() / group.world
+            loss += part.detach().cpu().double() / group.world
             lanes.append(states)
-        shared = group.summed(torch.stack([loss, torch.tensor(float(stopping)).double()]))
-        loss, stop = shared.tolist()
+        reduce_gradients(self.model, group)
+        asked = torch.tensor(float(bool(stopping)), dtype=torch.float64)
+        loss, stop = group.summed(torch.stack([loss, asked])).tolist()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(whole(get_total_norm(grads)))
         self.step += 1
@@ -238,7 +244,7 @@ class Trainer:
         with torch.no_grad(), Watch(self.model) as watch:
             for number in range(len(self.micro)):
                 self._forward(self._batch(self.step - 1, number), lanes[number])
-        cause = diagnose(self.model, watch.first)
+        cause = diagnose(self.model, watch.first, self.group.union)
         raise TrainingStopped(
             f"{self.bad_in_a_row} steps in a row gave a loss or gradient that is not finite (step "
             f"{self.step}: loss {loss}, gradient norm {norm}): {cause}. {self._newest()}"
@@ -315,9 +321,8 @@ class Trainer:
                 "data": self.corpus.fingerprint,
                 "versions": versions(),
             },
-            self.recipe.checkpoint.keep,
-            self.group.first,
-            self.group.barrier,
+            self.recipe.checkpoint.keep + (self.bad_in_a_row > 0),
+            self.group,
         )
 
     def _gathered_lanes(self) -> dict[str, Tensor]:
@@ -329,7 +334,7 @@ class Trainer:
         for layer in range(len(self.templates)):
             per_micro = [dict(named_tensors(states[layer])) for states in present]
             for name in per_micro[0]:
-                rows = self.group.all_rows(torch.cat([part[name] for part in per_micro]))
+                rows = self.group.all_rows([part[name] for part in per_micro])
                 if rows is not None:
                     tensors[f"lanes.{layer}.{name}"] = rows.cpu()
         return tensors

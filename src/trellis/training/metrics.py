@@ -6,8 +6,10 @@ from run to run; without `timing`, an interrupted and resumed run writes the sam
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,14 +69,18 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _events(run: Path, after: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
+def check_tensorboard() -> None:
+    """Raises ValueError where the package is missing."""
+    if importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
             "log.tensorboard needs the package tensorboard: pip install "
             "'trellis-memory[tensorboard]', or set log.tensorboard=false"
-        ) from error
+        )
+
+
+def _events(run: Path, after: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(run / "tensorboard"), purge_step=after + 1)
 
 
@@ -85,6 +91,7 @@ class ProgressLine:
         self.steps = steps
         self.out = out or sys.stdout
         self.over = self.out.isatty()
+        self.open = False  # whether the cursor stands at the end of a progress line
 
     def show(self, record: dict[str, Any]) -> None:
         timing, loss = record["timing"], record["loss"]
@@ -99,12 +106,16 @@ class ProgressLine:
         if record.get("bad_steps"):
             parts.append(f"{record['bad_steps']} skipped")
         line = "  ".join(parts)
+        if self.over:  # a line that wraps could not be written over
+            line = line[: shutil.get_terminal_size().columns - 1]
         self.out.write(f"\r\033[K{line}" if self.over else f"{line}\n")
         self.out.flush()
+        self.open = self.over
 
     def say(self, text: str) -> None:
-        self.out.write(f"\r\033[K{text}\n" if self.over else f"{text}\n")
+        self.out.write(f"\n{text}\n" if self.open else f"{text}\n")
         self.out.flush()
+        self.open = False
 
 
 def perplexity(loss: float) -> float:

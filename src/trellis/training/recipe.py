@@ -62,6 +62,8 @@ class ModelSection:
             for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
                 if getattr(self, name) is None:
                     raise ValueError(f"model.{name} must be given where there is no model.preset")
+        at_least("model.norm_eps", self.norm_eps, 0, whole=False)
+        at_least("model.initializer_range", self.initializer_range, 0, whole=False)
         config = self.config(vocab_size=256)
         with torch.device("meta"):  # raises where a mixer cannot have this width
             for name, fields in config.layer_mixers()[: len(MIXERS)]:
@@ -89,8 +91,9 @@ class DataSection:
     """The text. `path` is a folder that `trellis data prepare` wrote.
 
     batches: "packed" or "contiguous". context: tokens of a row. validation_path: another prepared
-    folder to validate on; None: the validation part of `path`. sources, tokenizer: what `path` is
-    made from; said to who does not have it yet.
+    folder, whose training part (all of it, prepared with --validation 0) is validated on; None: the
+    validation part of `path`. sources, tokenizer: what `path` is made from; said to who does not
+    have it yet.
     """
 
     path: str = ""
@@ -165,12 +168,15 @@ class TrainSection:
             raise ValueError(f"train.warmup must be a share from 0 to 1; got {self.warmup}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas must be two numbers from 0 to 1; got {self.betas}")
-        shares = [entry[0] for entry in self.context_warmup if len(entry) == 2]
+        pairs = [entry for entry in self.context_warmup if len(entry) == 2]
+        shares = [share for share, tokens in pairs if 0 <= share <= 1 and tokens >= 1]
         if len(shares) != len(self.context_warmup) or shares != sorted(shares):
             raise ValueError(
-                "train.context_warmup must be pairs [share, tokens] with rising shares; "
-                f"got {self.context_warmup}"
+                "train.context_warmup must be pairs [share, tokens] with rising shares from 0 to 1 "
+                f"and at least one token; got {self.context_warmup}"
             )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"train.seed must be from 0 to 2^63 - 1; got {self.seed}")
 
 
 @dataclass
@@ -296,7 +302,10 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     merged: dict[str, Any] = {}
     included = table.pop("include", [])
-    for name in [included] if isinstance(included, str) else included:
+    names = [included] if isinstance(included, str) else included
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: include must be one or several file names; got {included!r}")
+    for name in names:
         _merge(merged, _read(path.parent / name, (*above, path)))
     _merge(merged, table)
     return merged

@@ -24,11 +24,12 @@ class Carrier:
     """Keeps the final states of a batch's rows for the next batch."""
 
     def __init__(self, states: list[State] | None, batch: Batch):
-        self.given, self.batch = states, batch
+        self.given = states if bool(batch.goes_on.any()) else None
+        self.batch = batch
         self.states: list[State] = []
 
     def before(self, layer: int) -> Carried | None:
-        if self.given is None or not bool(self.batch.goes_on.any()):
+        if self.given is None:
             return None
         batch = self.batch
         return Carried(self.given[layer], batch.first, batch.goes_on, batch.sequences)

@@ -7,6 +7,7 @@ RUN/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -14,17 +15,19 @@ from typing import Any
 
 import torch
 
-from ..data.shards import Corpus, open_corpus
+from ..data.shards import Corpus, TokenStream, open_corpus
 from ..data.tokenizer import TextTokenizer, load_tokenizer
-from ..files import write_whole
+from ..files import locked, write_whole
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .distributed import Processes, processes
 from .loop import Trainer, make_batches
+from .metrics import check_tensorboard
 from .recipe import Recipe, from_dict
 
 RECIPE = "recipe.json"
+TOKENIZER = "tokenizer.json"
 #: What may differ when a run is resumed; anything else would make it another run.
 CHANGEABLE = (
     "train.steps", "train.tokens", "train.micro_tokens", "train.precision", "train.checkpointing",
@@ -42,30 +45,49 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
         FileExistsError: a new run would write into a folder that has something in it.
         TrainingStopped: the run cannot go on.
     """
-    with processes(recipe) as group:
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(processes(recipe))
+
+        def hold() -> None:
+            """Two trainers would write over each other."""
+            stack.enter_context(locked(run))
+
         corpus = _open_data(recipe, recipe.data.path)
-        other = recipe.data.validation_path
-        validation = (_open_data(recipe, other) if other else corpus).validation
-        resumed = _check_resumed(recipe, run, corpus, group) if resume else None
-        if resumed is not None and resumed.step >= recipe.steps:
-            raise ValueError(
-                f"{run} has finished its {recipe.steps} steps already; give it more with "
-                "--set train.steps=..."
-            )
+        validation = _validation_part(recipe, corpus)
         make_batches(recipe, corpus)
-        if not resume and run.exists() and not _is_empty(run):
+        if recipe.log.tensorboard:
+            check_tensorboard()
+        resumed = None
+        if resume:
+            _check_unchanged(recipe, run)
+            group.on_first(hold)
+            resumed = _newest_checkpoint(recipe, run, corpus, group)
+        elif run.exists() and not _is_empty(run):
             raise FileExistsError(
                 f"{run} exists already: give another --out, or --resume to go on with it"
             )
-        trainer = Trainer(
-            recipe, run, corpus, validation if validation.tokens > 1 else None, group, resumed
-        )
+        trainer = Trainer(recipe, run, corpus, validation, group, resumed)
         group.barrier()
-        if group.first:
-            _set_up(recipe, run, corpus)
-        group.barrier()
+        group.on_first(lambda: _set_up(recipe, run, corpus))
+        if not resume:
+            group.on_first(hold)
         trainer.run()
     return run
+
+
+def _validation_part(recipe: Recipe, corpus: Corpus) -> TokenStream | None:
+    """The text to validate on; None where the corpus was prepared without."""
+    path = recipe.data.validation_path
+    if path is None:
+        return corpus.validation if corpus.validation.tokens > 1 else None
+    other = open_corpus(path)
+    ours, theirs = (c.manifest["tokenizer"]["sha256"] for c in (corpus, other))
+    if ours != theirs:
+        raise ValueError(
+            f"data.validation_path {path} was prepared with another tokenizer than data.path: "
+            f"its sha256 is {theirs[:12]}..., not {ours[:12]}..."
+        )
+    return other.train
 
 
 def _is_empty(folder: Path) -> bool:
@@ -86,8 +108,11 @@ def _open_data(recipe: Recipe, path: str) -> Corpus:
 def _set_up(recipe: Recipe, run: Path, corpus: Corpus) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
+        for left in run.glob(f".{RECIPE}.*"):  # of a start that was interrupted
+            left.unlink()
         write_whole(run / RECIPE, (json.dumps(recipe.as_dict(), indent=1) + "\n").encode())
-        corpus.tokenizer().save(run)
+        if not (run / TOKENIZER).exists():
+            corpus.tokenizer().save(run)
     except OSError as error:
         raise ValueError(f"the run's folder {run} cannot be written: {error}") from error
 
@@ -104,10 +129,7 @@ def recipe_of(run: Path) -> Recipe:
     return from_dict(json.loads(path.read_text()))
 
 
-def _check_resumed(
-    recipe: Recipe, run: Path, corpus: Corpus, group: Processes
-) -> checkpoints.Checkpoint | None:
-    """The checkpoint to go on from; None where the run has not got as far as its first."""
+def _check_unchanged(recipe: Recipe, run: Path) -> None:
     before = recipe_of(run).as_dict()
     changed = [
         f"{section}.{key}"
@@ -121,16 +143,32 @@ def _check_resumed(
             f"{run} was started with other values of {', '.join(refused)}: resume it without "
             "changing them, or start a new run"
         )
+
+
+def _newest_checkpoint(
+    recipe: Recipe, run: Path, corpus: Corpus, group: Processes
+) -> checkpoints.Checkpoint | None:
+    """The checkpoint to go on from; None where the run has not got as far as its first."""
     if not checkpoints.steps_in(run):
         return None
-    found = checkpoints.open_checkpoint(run, verify=group.first)  # one process reads all of it
-    group.barrier()
+    # One process reads all of it.
+    group.on_first(lambda: _verify(run))
+    found = checkpoints.open_checkpoint(run, verify=False)
     if found.content["data"] != corpus.fingerprint:
         raise ValueError(
             f"{recipe.data.path} is not the text that {run} was trained on: its manifest's hash is "
             f"{corpus.fingerprint[:12]}..., the checkpoint's {found.content['data'][:12]}..."
         )
+    if found.step >= recipe.steps:
+        raise ValueError(
+            f"{run} has finished its {recipe.steps} steps already; give it more with "
+            "--set train.steps=..."
+        )
     return found
+
+
+def _verify(run: Path) -> None:
+    checkpoints.open_checkpoint(run)
 
 
 def load_run(
@@ -144,7 +182,7 @@ def load_run(
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no run or exported model at {path}")
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(path / TOKENIZER)
     if (path / "config.json").is_file():
         if step is not None:
             raise ValueError(f"{path} is an exported model without steps; got step {step}")

@@ -35,7 +35,7 @@ def generate(
     ids = tokenizer.encode(prompt).tolist()
     if not ids:
         if cache.seen or tokenizer.end_of_document is None:
-            raise ValueError("prompt must not be empty")
+            raise ValueError("prompt must have a token that what follows can be predicted from")
         ids = [tokenizer.end_of_document]
     source = torch.Generator().manual_seed(seed)
     decoder = tokenizer.stream_decoder()
@@ -59,5 +59,6 @@ def _choose(logits: Tensor, temperature: float, top_p: float, source: torch.Gene
         return int(logits.argmax())
     chances, order = (logits / temperature).softmax(-1).sort(descending=True)
     before = chances.cumsum(-1) - chances
+    before[0] = -1  # one is always left
     chances = chances.masked_fill(before >= top_p, 0)
     return int(order[torch.multinomial(chances, 1, generator=source)])
