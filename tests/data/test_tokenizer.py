@@ -56,6 +56,20 @@ def test_bytes_are_a_tokenizer_json_with_a_hash_that_never_changes(tmp_path):
         assert again.encode("é").tolist() == [0xC3, 0xA9]
 
 
+def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer("bytes")
+    path = tokenizer.save(tmp_path)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        tokenizer.save(tmp_path)
+    assert load_tokenizer(path).sha256 == tokenizer.sha256
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
 def test_transformers_loads_it(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the models extra is not installed")
     path = load_tokenizer("bytes").save(tmp_path)
@@ -167,6 +181,9 @@ def test_what_is_not_a_tokenizer_is_named(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"binary\.json' is not a tokenizer\.json"):
         load_tokenizer(tmp_path / "binary.json")
+    empty = tokenizers.Tokenizer(models.BPE()).to_str()
+    with pytest.raises(ValueError, match="tokenizer 'empty' has an empty vocabulary"):
+        TextTokenizer(empty, "empty")
     with pytest.raises(FileNotFoundError, match=r"the folder has no tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import write_whole
 from .pieces import cut, safe_place
 
 try:
@@ -61,7 +62,10 @@ class TextTokenizer:
         self.name = name
         self.inner = inner
         self.sha256 = hashlib.sha256(canonical(self.json)).hexdigest()
-        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"tokenizer {name!r} has an empty vocabulary")
+        self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = token_dtype(self.vocab_size)
         ids = [inner.token_to_id(token) for token in _END_OF_DOCUMENT_NAMES]
         self.end_of_document: int | None = next((i for i in ids if i is not None), None)
@@ -106,7 +110,7 @@ class TextTokenizer:
         """Writes `tokenizer.json` into a folder, which is made if need be."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.json, ensure_ascii=False), encoding="utf-8")
+        write_whole(path, json.dumps(self.json, ensure_ascii=False).encode())
         return path
 
     @functools.cached_property
