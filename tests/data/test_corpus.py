@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -143,6 +144,34 @@ def test_the_layout_of_the_tokenizer_file_does_not_matter(folder):
     assert open_corpus(folder).tokenizer().end_of_document == 256
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (["tokenizer", "vocab_size"], 300, "has vocab_size 300 and dtype '<u2', expected 257"),
+        (["tokenizer", "vocab_size"], "257", "'vocab_size' must be a count; got '257'"),
+        (["dtype"], "<i2", "dtype '<i2', expected 257 and '<u2'"),
+        (["dtype"], "nonsense", "is damaged: data type 'nonsense'"),
+        (["splits", "train", "tokens"], -1, "'tokens' must be a count; got -1"),
+        (["splits", "train", "shards"], [{}], "an item of 'shards' has no 'file'"),
+        (["splits", "validation"], [], "'validation' must be an object"),
+        (["skipped"], None, "'skipped' must be an object; got None"),
+        (["held_out"], {}, "'held_out' has no 'why'"),
+    ],
+)
+def test_damaged_manifests(folder, place, value, message):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    *outer, last = place
+    inner = content
+    for key in outer:
+        inner = inner[key]
+    inner[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        open_corpus(folder)
+    assert str(path) in str(error.value)
+
+
 def test_manifests_that_are_not_ours(folder, tmp_path):
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
@@ -152,7 +181,7 @@ def test_manifests_that_are_not_ours(folder, tmp_path):
     ):
         open_corpus(folder)
     path.write_text(json.dumps({k: v for k, v in content.items() if k != "splits"}))
-    with pytest.raises(ValueError, match=r"manifest\.json is incomplete \(KeyError\('splits'\)\)"):
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: the file has no 'splits'"):
         open_corpus(folder)
     for text in ("{", "[]", "{}"):
         path.write_text(text)
@@ -164,3 +193,16 @@ def test_manifests_that_are_not_ours(folder, tmp_path):
         open_corpus(folder)
     with pytest.raises(FileNotFoundError, match="is not a corpus: there is no manifest"):
         open_corpus(tmp_path / "nothing")
+
+
+def test_no_corpus_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"\. is not a corpus: there is no manifest"):
+        open_corpus(".")
+    (tmp_path / "c.partial").mkdir()
+    with pytest.raises(FileNotFoundError, match="make a corpus"):  # the folder is not ours
+        open_corpus("c")
+    (tmp_path / "c.partial" / "progress.json").write_text("{}")
+    for name in ("c", "c.partial"):
+        with pytest.raises(FileNotFoundError, match=r"c\.partial is unfinished"):
+            open_corpus(name)

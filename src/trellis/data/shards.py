@@ -30,8 +30,30 @@ if TYPE_CHECKING:
 FORMAT = "trellis-corpus"
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
+MANIFEST_FILE = "manifest.json"
+#: In the folder of an unfinished run: how far it is.
+PROGRESS_FILE = "progress.json"
 END_DTYPE = np.dtype("<u8")
 _AGAIN = "prepare the corpus again (`trellis data prepare`)"
+
+#: What `check_layout` compares with.
+SPLIT_LAYOUT = {
+    "tokens": int,
+    "documents": int,
+    "bytes": int,
+    "shards": [{"file": str, "tokens": int, "sha256": str}],
+}
+_MANIFEST_LAYOUT = {
+    "library_version": str,
+    "tokenizer": {"name": str, "sha256": str, "vocab_size": int},
+    "dtype": str,
+    "options": {},
+    "sources": [{"source": str, "files": int, "bytes": int}],
+    "splits": {split: {**SPLIT_LAYOUT, "documents_sha256": str} for split in SPLITS},
+    "held_out": ({"why": str},),
+    "skipped": {"count": int, "reasons": {}, "file": str, "size": int, "sha256": str},
+    "ignored": {},
+}
 
 
 def shard_name(split: str, index: int) -> str:
@@ -40,6 +62,46 @@ def shard_name(split: str, index: int) -> str:
 
 def ends_name(split: str) -> str:
     return f"{split}-documents.bin"
+
+
+def is_corpus(folder: str | Path) -> bool:
+    """Whether a folder is a corpus, or becomes one."""
+    for name in (MANIFEST_FILE, PROGRESS_FILE):
+        try:
+            content = json.loads(Path(folder, name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(content, dict) and content.get("format") == FORMAT:
+            return True
+    return False
+
+
+def check_layout(found: Any, layout: Any, name: str = "the file") -> None:
+    """Raises ValueError naming what of a JSON value is missing, or not of its type.
+
+    layout: a type; {key: layout}, where other keys may be there too; [layout of every item]; or
+    (layout,) if it may be null. Whole numbers are counts and must not be negative.
+    """
+    if isinstance(layout, tuple):
+        if found is None:
+            return
+        layout = layout[0]
+    kind: Any = layout if isinstance(layout, type) else type(layout)
+    if type(found) is not kind or (kind is int and found < 0):
+        raise ValueError(f"{name} must be {_NAMES[kind]}; got {found!r}")
+    if kind is dict:
+        for key, inner in layout.items():
+            if key not in found:
+                raise ValueError(f"{name} has no {key!r}")
+            check_layout(found[key], inner, repr(key))
+    elif kind is list:
+        for item in found:
+            check_layout(item, layout[0], f"an item of {name}")
+
+
+_NAMES = {
+    dict: "an object", list: "a list", str: "a string", int: "a count", bool: "true or false"
+}  # fmt: skip
 
 
 def hash_file(
@@ -180,14 +242,23 @@ class Corpus:
 
         Raises FileNotFoundError or ValueError, naming the file, what was found and expected.
         """
+        tokenizer = self.tokenizer()
+        found = self.vocab_size, self.manifest["dtype"]
+        if found != (tokenizer.vocab_size, tokenizer.dtype.str):
+            raise ValueError(
+                f"{self.path / MANIFEST_FILE} has vocab_size {found[0]} and dtype {found[1]!r}, "
+                f"expected {tokenizer.vocab_size} and {tokenizer.dtype.str!r} of its tokenizer: "
+                f"{_AGAIN}"
+            )
         for path, size, _ in self.files():
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} is missing ({size:,} bytes expected): put it back, or {_AGAIN}"
                 )
-            found = path.stat().st_size
-            if found != size:
-                raise ValueError(f"{path} has {found:,} bytes, expected {size:,}: {_AGAIN}")
+            if path.stat().st_size != size:
+                raise ValueError(
+                    f"{path} has {path.stat().st_size:,} bytes, expected {size:,}: {_AGAIN}"
+                )
         for stream in (self.train, self.validation):
             last = int(stream.ends[-1]) if stream.documents else 0
             counted = sum(s["tokens"] for s in self.manifest["splits"][stream.split]["shards"])
@@ -196,7 +267,6 @@ class Corpus:
                     f"{self.path / ends_name(stream.split)} ends at token {last:,} and the shards "
                     f"have {counted:,}, expected {stream.tokens:,}: {_AGAIN}"
                 )
-        self.tokenizer()
 
     def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Reads every file again and compares its hash with the manifest's.
@@ -231,13 +301,12 @@ def open_corpus(path: str | Path) -> Corpus:
     it is of another format or a file does not match the manifest.
     """
     folder = Path(path)
-    file = folder / "manifest.json"
+    file = folder / MANIFEST_FILE
     if not file.is_file():
-        partial = folder.with_name(folder.name + ".partial")
-        if partial.is_dir():
-            hint = f"{partial} is unfinished: run its `trellis data prepare` again to go on"
-        else:
-            hint = "make a corpus with `trellis data prepare SOURCE --out DIR`"
+        hint = "make a corpus with `trellis data prepare SOURCE --out DIR`"
+        for unfinished in (folder, Path(f"{folder}.partial")):
+            if (unfinished / PROGRESS_FILE).is_file():
+                hint = f"{unfinished} is unfinished: run its `trellis data prepare` again to go on"
         raise FileNotFoundError(f"{folder} is not a corpus: there is no {file.name}; {hint}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -251,10 +320,10 @@ def open_corpus(path: str | Path) -> Corpus:
             f"({manifest.get('library_version')}), or {_AGAIN}"
         )
     try:
+        check_layout(manifest, _MANIFEST_LAYOUT)
         corpus = Corpus(folder, manifest)
-        corpus.files()
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is incomplete ({error!r}): {_AGAIN}") from error
+    except (ValueError, TypeError) as error:  # TypeError: a dtype that there is not
+        raise ValueError(f"{file} is damaged: {error}; {_AGAIN}") from error
     corpus.check()
     return corpus
 
