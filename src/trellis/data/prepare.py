@@ -25,20 +25,45 @@ import numpy as np
 
 import trellis
 
+from ..files import sync
 from .documents import Event, Piece, Skip
 from .prefetch import Prefetched
-from .shards import FORMAT, FORMAT_VERSION, SPLITS, Corpus, TokenStream, open_corpus
+from .shards import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    PROGRESS_FILE,
+    SPLIT_LAYOUT,
+    SPLITS,
+    Corpus,
+    TokenStream,
+    check_layout,
+    open_corpus,
+)
+from .shuffle import mix
 from .sources import Listing, Meter, list_sources, no_documents, read_unit
 from .tokenizer import TextTokenizer, canonical, load_tokenizer
-from .writing import AppendedFile, SplitWriter, sync_folder, write_json
+from .writing import AppendedFile, SplitWriter, write_json
 
-PROGRESS_FILE = "progress.json"
 SKIPPED_FILE = "skipped.jsonl"
 #: Text that is read, tokenized and written together.
 BATCH_BYTES = 4 << 20
 BATCH_EVENTS = 10_000
 #: Seconds between two records of the progress.
 CHECKPOINT_SECONDS = 1.0
+
+_PROGRESS_LAYOUT = {
+    "arguments": {},
+    "unit": int,
+    "events_in_unit": int,
+    "source_bytes": int,
+    "complete": bool,
+    "held_out": ({"why": str},),
+    "splits": {},
+    "skipped_size": int,
+    "skipped": {},
+    "ignored": {},
+}
 
 
 @dataclass
@@ -105,19 +130,22 @@ def prepare_corpus(
         "shard_tokens": shard_tokens,
         "max_documents": max_documents,
     }
-    with _locked_folder(partial, out):
-        run = _Run(partial, text_tokenizer, listing, options, checkpoint_seconds, skipped)
+    with _locked_folder(partial, out) as is_new:
+        run = None
         try:
+            run = _Run(partial, text_tokenizer, listing, options, checkpoint_seconds, skipped)
             run.read_all(progress)
             run.finish()
+            open_corpus(partial)
         except BaseException:
-            with suppress(OSError):  # a full disk must not hide why the run failed
-                run.close()
-            if not run.recorded:
-                shutil.rmtree(partial)
+            if run is not None:
+                with suppress(OSError):  # a full disk must not hide why the run failed
+                    run.close()
+            if is_new and (run is None or not run.worth_keeping):
+                shutil.rmtree(partial, ignore_errors=True)
             raise
         os.rename(partial, out)
-    sync_folder(out.parent)
+    sync(out.parent)
     # Only now: without it, a run that is interrupted before the renaming could not go on.
     (out / PROGRESS_FILE).unlink()
     return open_corpus(out)
@@ -151,9 +179,15 @@ class _Run:
         }
         state = self._load_state()
         self.resumed = state is not None
-        state = state or {"unit": 0, "events_in_unit": 0, "source_bytes": 0, "complete": False,
-                          "held_out": None, "splits": {}, "skipped_size": 0, "skipped": {},
-                          "ignored": {}}  # fmt: skip
+        if state is None:
+            state = {"unit": 0, "events_in_unit": 0, "source_bytes": 0, "complete": False,
+                     "held_out": None, "splits": {}, "skipped_size": 0, "skipped": {},
+                     "ignored": {}}  # fmt: skip
+            # Before anything else: this file tells that the folder is ours.
+            self._write_progress(state)
+        for path in folder.glob(".*.json.*"):  # parts of files, left by a process that was killed
+            path.unlink()
+        tokenizer.save(folder)
         self.unit: int = state["unit"]
         self.events_in_unit: int = state["events_in_unit"]
         self.source_bytes: int = state["source_bytes"]
@@ -169,11 +203,8 @@ class _Run:
         }
         self.skip_file = AppendedFile(folder / SKIPPED_FILE, state["skipped_size"])
         self.first_skips: list[Skip] = []
-        self.recorded = self.resumed
+        self.worth_keeping = self.resumed
         self._last_checkpoint = time.monotonic()
-        if not self.resumed:
-            tokenizer.save(folder)
-            self._record()
 
     # Reading.
 
@@ -194,7 +225,7 @@ class _Run:
                 if self.complete:
                     break
         if self.documents == 0:
-            self.recorded = False  # nothing to go on from: nothing is left behind
+            self.worth_keeping = False
             ignored = dict(self.listing.ignored + self.ignored)
             sources = [entry["source"] for entry in self.listing.sources]
             count = self.skip_counts.total()
@@ -293,8 +324,8 @@ class _Run:
             self.splits["train"].end_document()
         splits = {split: writer.finish() for split, writer in self.splits.items()}
         self.skip_file.close()
-        write_json(self.folder / "manifest.json", self._manifest(splits))
-        sync_folder(self.folder)
+        write_json(self.folder / MANIFEST_FILE, self._manifest(splits))
+        sync(self.folder)
 
     def _hold_out_tail(self) -> None:
         """Moves the end of the last training document to validation, if that got no document.
@@ -371,14 +402,12 @@ class _Run:
             writer.sync()
         self.skip_file.sync()
         self._record()
-        self.recorded = True
+        self.worth_keeping = True
         self._last_checkpoint = time.monotonic()
 
     def _record(self, splits: dict[str, Any] | None = None) -> None:
-        write_json(
-            self.folder / PROGRESS_FILE,
+        self._write_progress(
             {
-                "arguments": self.arguments,
                 "unit": self.unit,
                 "events_in_unit": self.events_in_unit,
                 "source_bytes": self.source_bytes,
@@ -388,23 +417,29 @@ class _Run:
                 "skipped_size": self.skip_file.size,
                 "skipped": self.skip_counts,
                 "ignored": self.ignored,
-            },
+            }
         )
+
+    def _write_progress(self, state: dict[str, Any]) -> None:
+        content = {"format": FORMAT, "arguments": self.arguments, **state}
+        write_json(self.folder / PROGRESS_FILE, content)
 
     def _load_state(self) -> dict[str, Any] | None:
         """What an interrupted run recorded; None if there was none."""
         path = self.folder / PROGRESS_FILE
         again = f"finish that run with its own arguments, or remove {self.folder} to start anew"
         if not path.exists():
-            # A run that was stopped before its first record leaves these at most.
-            if {p.name for p in self.folder.iterdir()} - {PROGRESS_FILE + ".new", "tokenizer.json"}:
-                raise ValueError(f"{self.folder} has no {PROGRESS_FILE}: remove it to start anew")
             return None
         try:
-            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            before = state["arguments"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}): {again}") from error
+            state: dict[str, Any] = json.loads(path.read_bytes())
+            check_layout(state, _PROGRESS_LAYOUT)
+            for name, split in state["splits"].items():
+                check_layout(split, SPLIT_LAYOUT, name)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): remove {self.folder} to start anew"
+            ) from error
+        before = state["arguments"]
         now = json.loads(json.dumps(self.arguments))
         differences = [
             f"  {key}: {before.get(key)!r} then, {now.get(key)!r} now"
@@ -427,16 +462,7 @@ class _Run:
 
 def in_validation(seed: int, document: int, share: float) -> bool:
     """Whether a document is held out: a hash of seed and number, the same on every machine."""
-    return split_mix(split_mix(seed) ^ document) < share * 2.0**64
-
-
-def split_mix(value: int) -> int:
-    """The finalizer of splitmix64, on 64 bits."""
-    mask = (1 << 64) - 1
-    value = (value + 0x9E3779B97F4A7C15) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)
+    return mix(seed, document) < share * 2.0**64
 
 
 def _character_start(stream: TokenStream, at: int, tokenizer: TextTokenizer) -> int:
@@ -479,23 +505,41 @@ def _units_identity(listing: Listing) -> dict[str, Any]:
 
 
 @contextmanager
-def _locked_folder(partial: Path, out: Path) -> Iterator[None]:
-    """Makes the folder of an unfinished run, if need be, and keeps other runs out of it."""
+def _locked_folder(partial: Path, out: Path) -> Iterator[bool]:
+    """The folder of an unfinished run, which is kept from other runs; whether it was made here.
+
+    Raises FileExistsError if there is something else of that name.
+    """
+    is_new = False
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir(exist_ok=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            partial.mkdir()
+            is_new = True
+        handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise type(error)(
-            error.errno, f"the output {out} cannot be written: {error.strerror}"
+            error.errno, f"{partial}, where {out} grows, cannot be written: {error.strerror}"
         ) from error
-    handle = os.open(partial, os.O_RDONLY)
     try:
         _lock(handle, partial)
         if out.exists() or not partial.exists():  # another run ended meanwhile
             raise FileExistsError(f"{out} exists and is not overwritten")
-        yield
+        if not _may_be_written(partial):
+            raise FileExistsError(
+                f"{partial} exists and is no unfinished run (it has no {PROGRESS_FILE}): "
+                "move it away, or choose another --out"
+            )
+        yield is_new
     finally:
         os.close(handle)
+
+
+def _may_be_written(partial: Path) -> bool:
+    """Whether a run recorded itself here, or was killed before it could."""
+    return (partial / PROGRESS_FILE).exists() or all(
+        path.name.startswith(f".{PROGRESS_FILE}.") for path in partial.iterdir()
+    )
 
 
 def _lock(handle: int, partial: Path) -> None:

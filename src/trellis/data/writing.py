@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..files import write_whole
 from .shards import END_DTYPE, TokenStream, ends_name, hash_file, shard_name
 
 
@@ -160,23 +161,5 @@ class SplitWriter:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file in one step: readers see the old content or the new one, never a part."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes names that were created or changed in a folder last, where the system can."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:  # not possible on Windows
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """In ASCII: a file name that is not UTF-8 is a string that cannot be encoded."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode("ascii"))
