@@ -6,14 +6,16 @@ import importlib
 import json
 import lzma
 import os
+import shutil
 import sys
+from collections import Counter
 
 import pytest
 from corpora import TEXTS, documents, skips, texts_of, write_folder, write_jsonl, write_tar
 
 from trellis.data import documents as reading
 from trellis.data import prepare_corpus, stdlib
-from trellis.data.sources import list_sources, parse_hub
+from trellis.data.sources import kinds, list_sources, parse_hub
 
 ALL = list(TEXTS.values())
 
@@ -53,7 +55,10 @@ def test_compressed_forms(folder, tmp_path, form):
         path.unlink()
     jsonl = compress(write_jsonl(tmp_path / "rows.jsonl", [{"text": t} for t in ALL]), form)
     tar = compress(write_tar(tmp_path / "all.tar", write_folder(tmp_path / "plain")), form)
-    assert texts_of([folder, jsonl, tar], tmp_path / "out") == ALL * 3
+    short = {"gz": ".tgz", "xz": ".txz", "bz2": ".tbz2", "zst": ".tzst"}[form]
+    shutil.copy(tar, tmp_path / f"all{short}")
+    sources = [folder, jsonl, tar, tmp_path / f"all{short}"]
+    assert texts_of(sources, tmp_path / "out") == ALL * 4
 
 
 def test_a_tar_of_compressed_files_and_jsonl(folder, tmp_path):
@@ -82,7 +87,56 @@ def test_a_folder_leaves_out_what_is_hidden_or_no_text(folder, tmp_path):
     )
     corpus = prepare_corpus([folder], tmp_path / "out", validation=0)
     assert documents(corpus) == ALL
-    assert corpus.manifest["ignored"] == {"(hidden)": 1, ".png": 2}
+    assert corpus.manifest["ignored"] == {"(hidden)": 3, ".png": 2}
+
+
+def test_links_to_folders_and_links_of_archives_are_counted(folder, tmp_path):
+    write_folder(tmp_path / "other")
+    os.symlink(tmp_path / "other", folder / "linked")
+    os.symlink(folder, folder / "loop")
+    corpus = prepare_corpus([folder], tmp_path / "out", validation=0)
+    assert documents(corpus) == ALL
+    assert corpus.manifest["ignored"] == {"(link)": 2}
+    os.link(folder / "a.txt", folder / "z.txt")
+    os.mkfifo(folder / "pipe.txt")
+    tar = write_tar(tmp_path / "t.tar", folder)
+    corpus = prepare_corpus([tar], tmp_path / "two", validation=0)
+    assert sorted(documents(corpus)) == sorted(ALL)
+    assert corpus.manifest["ignored"] == {"(device or pipe)": 1, "(link)": 3}
+
+
+def test_a_corpus_in_a_folder_is_no_text(folder, tmp_path):
+    prepare_corpus([folder], folder / "finished", validation=0)
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus([folder], folder / "begun", progress=stop, checkpoint_seconds=0)
+    write_folder(folder, {"theirs/manifest.json": '{"text": "of another program"}'})
+    corpus = prepare_corpus([folder], tmp_path / "out", validation=0)
+    assert sorted(documents(corpus)) == sorted([*ALL, "of another program"])
+    assert corpus.manifest["ignored"] == {"(corpus)": 2}
+    with pytest.raises(ValueError, match=r"no document was found in .*\n  ignored 1 \(corpus\)"):
+        prepare_corpus([tmp_path / "out"], tmp_path / "two")
+
+
+def test_json_is_read_if_it_is_one_object_in_each_line(tmp_path):
+    rows = [b"", *({"text": text} for text in ALL), b"{"]
+    for name in ("lines.json", "sub/lines.json"):
+        write_folder(tmp_path / "in", {name: ""})
+        path = write_jsonl(tmp_path / "in" / name, rows)
+    compress(path, "gz")
+    no = {"pretty.json": '{\n"text": "x"\n}', "list.json": '[{"text": "x"}]', "text.json": "text",
+          "binary.json": b"\xff\0", "nested.json": "[" * 100_000}  # fmt: skip
+    write_folder(tmp_path / "no", no)
+    sources = [tmp_path / "in", path, tmp_path / "no", *(tmp_path / "no" / name for name in no)]
+    sources.append(write_tar(tmp_path / "t.tar", tmp_path / "in"))
+    corpus = prepare_corpus(sources, tmp_path / "out", validation=0)
+    assert documents(corpus) == ALL * 7
+    assert corpus.manifest["skipped"]["reasons"] == {"bad JSON": 7, "not JSON lines": 10}
+    reason = skips(corpus)[str(tmp_path / "no" / "pretty.json")]
+    assert reason == "not JSON lines: the first line is not an object by itself"
 
 
 def test_the_output_may_lie_in_the_source(folder):
@@ -204,10 +258,11 @@ def test_the_standard_library_is_the_same_every_time(tmp_path, monkeypatch):
     assert "argparse.py" in files
     assert "json/decoder.py" in files
     assert not [f for f in files if "/test/" in f or "site-packages" in f or "cp1252" in f]
-    names = [event.name for event in stdlib.documentation()]
-    assert "stdlib:module/sys" in names
+    first = list(stdlib.documentation())
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as some packages do
-    texts = {e.name: e.text for e in stdlib.documentation() if isinstance(e, reading.Piece)}
+    assert list(stdlib.documentation()) == first
+    assert stdlib.source_files() == files
+    texts = {e.name: e.text for e in first if isinstance(e, reading.Piece)}
     assert "sys.excepthook" in texts["stdlib:module/sys"]
     assert not [
         name for name, text in texts.items() if " object at 0x7" in text and "module/" in name
@@ -266,12 +321,19 @@ def test_sources_that_do_not_exist(tmp_path):
         list_sources([])
 
 
+def test_only_the_most_frequent_kinds_are_named():
+    ignored = Counter({f".{i:02d}": i for i in range(1, 14)})
+    assert kinds(ignored).startswith("13 .13, 12 .12, ")
+    assert kinds(ignored).endswith(", 4 .04, 6 others")
+    assert kinds(Counter({".png": 1000, ".\udcff": 1})) == r"1,000 .png, 1 .\udcff"
+
+
 def test_nothing_to_read_is_an_error_that_says_why(tmp_path):
     folder = write_folder(tmp_path / "in", {"a.txt": b"\0\1", "b.png": b"x"})
     with pytest.raises(ValueError, match="no document was found") as error:
         prepare_corpus([folder], tmp_path / "out")
     assert "a.txt: binary (NUL bytes)" in str(error.value)
-    assert "ignored 1 files with suffix .png" in str(error.value)
+    assert "ignored 1 .png" in str(error.value)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no document was found"):
         prepare_corpus([tmp_path / "empty"], tmp_path / "out")

@@ -1,12 +1,13 @@
 """Text to ids and back, whole and in pieces."""
 
 import json
+import os
 import pickle
 
 import numpy as np
 import pytest
 import tokenizers
-from corpora import TEXTS, write_folder
+from corpora import TEXTS, write_folder, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
@@ -171,7 +172,42 @@ def test_training_is_deterministic_and_refuses_to_overwrite(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no document was found"):
         train_tokenizer([tmp_path / "empty"], 300, tmp_path / "four")
-    assert not (tmp_path / "four" / "tokenizer.json").exists()
+    assert not (tmp_path / "four").exists()
+
+
+def test_an_output_that_cannot_be_written_is_found_before_reading(tmp_path):
+    (tmp_path / "plain").write_text("mine")
+    message = r"plain/x/tokenizer\.json cannot be written: .*plain is not a folder"
+    with pytest.raises(NotADirectoryError, match=message):
+        train_tokenizer([tmp_path / "nothing"], 300, tmp_path / "plain" / "x")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    if not os.access(locked, os.W_OK):
+        with pytest.raises(PermissionError, match="no permission to write to"):
+            train_tokenizer([tmp_path / "nothing"], 300, locked)
+
+
+def test_a_file_that_appeared_meanwhile_is_not_overwritten(tmp_path):
+    folder, path = write_folder(tmp_path / "in"), tmp_path / "out" / "tokenizer.json"
+    with pytest.raises(FileExistsError, match=r"tokenizer\.json exists"):
+        train_tokenizer(
+            [folder], 300, path, progress=lambda *_: write_folder(path.parent, {path.name: "mine"})
+        )
+    assert path.read_text() == "mine"
+
+
+def test_what_training_leaves_out_is_told(tmp_path):
+    folder = write_folder(tmp_path / "in", {"x.png": b"", ".h": "", "r.jsonl": b"{\n" * 9})
+    tar = write_tar(tmp_path / "t.tar", folder)
+    ignored, skipped = [], []
+    with pytest.raises(ValueError, match=r"and 13 more\n  ignored 2 \(hidden\), 2 \.png"):
+        train_tokenizer([folder, tar], 300, tmp_path / "out")
+    write_folder(folder)
+    train_tokenizer(
+        [folder, tar], 300, tmp_path / "out", skipped=skipped.append, ignored=ignored.append
+    )
+    assert len(skipped) == 18
+    assert ignored == [{".png": 2, "(hidden)": 2}]
 
 
 def test_what_is_not_a_tokenizer_is_named(tmp_path):

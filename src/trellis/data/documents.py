@@ -1,7 +1,7 @@
 """Documents out of byte streams: plain text, jsonl, and tar archives of both.
 
-Everything here yields events in a fixed order: a `Piece` of a document, or a `Skip` for what is
-left out. Nothing is dropped without an event.
+Everything here yields events in a fixed order: a `Piece` of a document, a `Skip` for what cannot be
+read, or `Ignored` for what is not meant to be. Nothing is dropped without an event.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ LONG = 64 << 20
 STREAM_PIECE = 8 << 20
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+#: Of one value, or of one object in each line: the first line tells.
+JSON_SUFFIX = ".json"
 _TEXT = """
     .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .py .pyi .pyx .c .h .cc
     .cpp .cxx .hh .hpp .hxx .cu .cuh .m .mm .java .kt .kts .scala .groovy .go .rs .zig .swift .js
@@ -59,9 +61,19 @@ class Skip:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A file of an archive that is not of a kind that is read; counted by its suffix."""
+    """A file of a kind that is not read; counted by its suffix, or by what else it is."""
 
     suffix: str
+
+
+HIDDEN = Ignored("(hidden)")
+LINK = Ignored("(link)")
+SPECIAL = Ignored("(device or pipe)")
+CORPUS = Ignored("(corpus)")
+
+
+def ignored_by(form: Form) -> Ignored:
+    return Ignored(form.suffix or "(no suffix)")
 
 
 Event = Piece | Skip | Ignored
@@ -71,6 +83,7 @@ NOT_UTF8 = "not UTF-8"
 BINARY = "binary (NUL bytes)"
 UNREADABLE = "unreadable"
 BAD_JSON = "bad JSON"
+NOT_JSONL = "not JSON lines"
 NO_TEXT = "no text"
 
 
@@ -78,7 +91,7 @@ NO_TEXT = "no text"
 class Form:
     """How a file is to be read."""
 
-    kind: str | None  # "text", "jsonl", "tar"; None if its suffix is not known
+    kind: str | None  # "text", "jsonl", "json", "tar"; None if its suffix is not known
     compression: str | None
     suffix: str
 
@@ -86,7 +99,7 @@ class Form:
 def form_of(name: str) -> Form:
     """The form that a file's name tells."""
     base = os.path.basename(name).lower()
-    for short in (".tgz", ".txz"):
+    for short in (".tgz", ".txz", ".tbz2", ".tzst"):
         if base.endswith(short):
             return Form("tar", short[2:], short)
     stem, last = os.path.splitext(base)
@@ -98,6 +111,8 @@ def form_of(name: str) -> Form:
         kind: str | None = "tar"
     elif suffix in JSONL_SUFFIXES:
         kind = "jsonl"
+    elif suffix == JSON_SUFFIX:
+        kind = "json"
     else:
         kind = "text" if suffix in TEXT_SUFFIXES else None
     return Form(kind, compression, suffix + last if compression else suffix)
@@ -181,8 +196,11 @@ def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
         yield Skip(name, trouble.category, detail)
 
 
-def read_jsonl(stream: IO[bytes], name: str, text_field: str) -> Iterator[Event]:
-    """One document for each line; what is not one is named as file:line."""
+def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True) -> Iterator[Event]:
+    """One document for each line; what is not one is named as file:line.
+
+    sure: that these are lines of JSON; if not, the first one that is not blank must be an object.
+    """
     number = 0
     while True:
         number += 1
@@ -202,8 +220,19 @@ def read_jsonl(stream: IO[bytes], name: str, text_field: str) -> Iterator[Event]
             return
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.isspace():
-            yield _json_line(line, here, text_field)
+        if line.isspace():
+            continue
+        if not (sure := sure or _is_object(line)):
+            yield Skip(name, NOT_JSONL, "the first line is not an object by itself")
+            return
+        yield _json_line(line, here, text_field)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _json_line(line: bytes, name: str, text_field: str) -> Event:
@@ -236,9 +265,8 @@ def read_tar(stream: IO[bytes], name: str, text_field: str) -> Iterator[Event]:
             for member in archive:
                 count += 1
                 archive.members = []  # type: ignore[attr-defined]  # or it would keep every header
-                if not member.isfile():
-                    continue
-                yield from _read_member(archive, member, name, text_field)
+                if not member.isdir():
+                    yield from _read_member(archive, member, name, text_field)
     except READ_ERRORS as error:
         # An empty file is an error for tarfile; the count tells how far an archive was read.
         yield Skip(name, UNREADABLE, f"{_what(error)}; the archive ends after {count} members")
@@ -249,9 +277,13 @@ def _read_member(
 ) -> Iterator[Event]:
     form = form_of(member.name)
     if hidden(member.name):
-        yield Ignored("(hidden)")
+        yield HIDDEN
+    elif member.issym() or member.islnk():
+        yield LINK
+    elif not member.isfile():
+        yield SPECIAL
     elif form.kind is None or form.kind == "tar":
-        yield Ignored(form.suffix or "(no suffix)")
+        yield ignored_by(form)
     else:
         file = archive.extractfile(member)
         assert file is not None  # it is a regular file
@@ -268,8 +300,8 @@ def read_form(file: IO[bytes], name: str, form: Form, text_field: str) -> Iterat
     stream = decompressed(file, form.compression)
     if form.kind == "tar":
         yield from read_tar(stream, name, text_field)
-    elif form.kind == "jsonl":
-        yield from read_jsonl(stream, name, text_field)
+    elif form.kind in ("jsonl", "json"):
+        yield from read_jsonl(stream, name, text_field, sure=form.kind == "jsonl")
     else:
         yield from read_text(stream, name)
 

@@ -226,7 +226,7 @@ class _Run:
                     break
         if self.documents == 0:
             self.worth_keeping = False
-            ignored = dict(self.listing.ignored + self.ignored)
+            ignored = self.listing.ignored + self.ignored
             sources = [entry["source"] for entry in self.listing.sources]
             count = self.skip_counts.total()
             raise ValueError(no_documents(sources, self.first_skips, count, ignored))

@@ -14,19 +14,25 @@ from typing import IO, Any
 from . import stdlib
 from .compression import check_available, optional
 from .documents import (
+    CORPUS,
+    HIDDEN,
+    LINK,
     UNREADABLE,
     Event,
     Form,
     Skip,
     form_of,
     hidden,
+    ignored_by,
     read_form,
     row_event,
 )
+from .shards import is_corpus
 
 HUB = "hub:"
 STDLIB = "stdlib"
-
+#: Kinds of ignored files that are named.
+_KINDS = 10
 
 _PLAIN = Form("text", None, "")
 
@@ -147,15 +153,29 @@ def read_unit(unit: Unit, text_field: str, meter: Meter) -> Iterator[Event]:
 
 
 def no_documents(
-    sources: Sequence[str | Path], first: Sequence[Skip], count: int, ignored: dict[str, int]
+    sources: Sequence[str | Path], first: Sequence[Skip], count: int, ignored: Counter[str]
 ) -> str:
     """Why there is nothing to read: the first of `count` skipped inputs, and what was ignored."""
-    lines = [f"no document was found in {', '.join(map(str, sources))}"]
-    lines += [f"  skipped {skip.name}: {skip.reason}" for skip in first]
+    lines = [f"no document was found in {', '.join(printable(source) for source in sources)}"]
+    lines += [f"  skipped {printable(skip.name)}: {skip.reason}" for skip in first]
     if count > len(first):
         lines.append(f"  and {count - len(first)} more")
-    lines += [f"  ignored {n} files with suffix {s}" for s, n in sorted(ignored.items())[:10]]
+    if ignored:
+        lines.append(f"  ignored {kinds(ignored)}")
     return "\n".join(lines)
+
+
+def kinds(ignored: Counter[str]) -> str:
+    """What was ignored, by kind: the ten most frequent, and how many others."""
+    most = ignored.most_common(_KINDS)
+    parts = [f"{count:,} {printable(kind)}" for kind, count in most]
+    others = ignored.total() - sum(count for _, count in most)
+    return ", ".join([*parts, f"{others:,} others"] if others else parts)
+
+
+def printable(name: object) -> str:
+    """A name for a terminal: what is no character, or moves the cursor, as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
 
 def _read_hub(source: str, text_field: str) -> Iterator[Event]:
@@ -193,17 +213,27 @@ def _list_folder(source: str, listing: Listing, outputs: set[str]) -> None:
         listing.units.append(Unit("unreadable", name, reason=error.strerror or str(error)))
 
     for where, folders, files in os.walk(source, onerror=failed):
-        folders[:] = sorted(
-            f for f in folders
-            if not hidden(f) and os.path.realpath(os.path.join(where, f)) not in outputs
-        )  # fmt: skip
+        if is_corpus(where):
+            listing.ignored[CORPUS.suffix] += 1
+            folders[:] = []
+            continue
+        entered = []
+        for folder in sorted(folders):
+            path = os.path.join(where, folder)
+            if hidden(folder):
+                listing.ignored[HIDDEN.suffix] += 1
+            elif os.path.islink(path):
+                listing.ignored[LINK.suffix] += 1
+            elif os.path.realpath(path) not in outputs:
+                entered.append(folder)
+        folders[:] = entered
         for file in sorted(files):
             path = os.path.join(where, file)
             form = form_of(file)
             if hidden(file):
-                listing.ignored["(hidden)"] += 1
+                listing.ignored[HIDDEN.suffix] += 1
             elif form.kind is None:
-                listing.ignored[form.suffix or "(no suffix)"] += 1
+                listing.ignored[ignored_by(form).suffix] += 1
             else:
                 listing.units.append(_file_unit(path, path, form))
 
