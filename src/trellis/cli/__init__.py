@@ -27,5 +27,5 @@ def trellis() -> None:
 def main() -> None:
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         sys.exit(f"trellis: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="From text to token shards.")
 
 _SOURCES = (
-    "Text files, folders, jsonl, their .gz .xz .bz2 .zst and .tar forms, "
+    "Text files, folders, jsonl (also named .json), their .gz .xz .bz2 .zst and .tar forms, "
     "hub:DATASET:CONFIG@SPLIT (CONFIG and SPLIT optional), or stdlib: "
     "Python's own sources and documentation."
 )
@@ -45,10 +46,11 @@ def prepare(
 ) -> None:
     """Turn text into a corpus of token shards. Interrupted, the same command goes on."""
     from ..data import prepare_corpus
+    from ..data.shards import PROGRESS_FILE
 
     skips = _Skips()
     start = time.monotonic()
-    with _clear_errors(), _progress() as show:
+    with _progress() as show:
         try:
             corpus = prepare_corpus(
                 sources, out, tokenizer=tokenizer, validation=validation, seed=seed,
@@ -56,24 +58,27 @@ def prepare(
                 progress=show, skipped=skips,
             )  # fmt: skip
         except KeyboardInterrupt:
-            sys.exit(f"trellis: interrupted; the same command goes on from {out}.partial")
+            partial = Path(f"{out}.partial")
+            begun = (partial / PROGRESS_FILE).exists()
+            rest = f"; the same command goes on from {partial}" if begun else ""
+            sys.exit(f"trellis: interrupted{rest}")
     seconds = time.monotonic() - start
     manifest = corpus.manifest
-    skips.summarize(manifest["skipped"]["count"], str(out / manifest["skipped"]["file"]))
-    if manifest["ignored"]:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in manifest["ignored"].items())
-        typer.echo(f"ignored files, by suffix: {kinds}")
+    skips.summarize(manifest["skipped"]["count"], out / manifest["skipped"]["file"])
+    _name_ignored(Counter(manifest["ignored"]))
+    if manifest["tokenizer"]["end_of_document"] is None:
+        _say("the tokenizer has no end-of-document token: documents follow without one")
     if manifest["held_out"]:
-        typer.echo(f"validation: {manifest['held_out']['why']}")
+        _say(f"validation: {manifest['held_out']['why']}")
     text = sum(entry["bytes"] for entry in manifest["splits"].values())
     tokens = corpus.train.tokens + corpus.validation.tokens
-    typer.echo(
+    _say(
         f"{corpus.train.documents:,} + {corpus.validation.documents:,} documents, "
         f"{corpus.train.tokens:,} + {corpus.validation.tokens:,} tokens (training + validation), "
-        f"{text / tokens:.2f} bytes per token\n"
-        f"{text / 1e6:,.1f} MB of text in {seconds:.1f} s"
+        f"{text / tokens:.2f} bytes per token"
     )
-    typer.echo(f"written to {out}")
+    _say(f"{text / 1e6:,.1f} MB of text in {seconds:.1f} s")
+    _say(f"written to {out}")
 
 
 @app.command("tokenizer")
@@ -87,15 +92,17 @@ def train_a_tokenizer(
     from ..data import Progress, train_tokenizer
 
     skips = _Skips()
-    with _clear_errors(), _progress() as show:
+    ignored: Counter[str] = Counter()
+    with _progress() as show:
         result = train_tokenizer(
-            sources, vocab_size, out, text_field=text_field, skipped=skips,
+            sources, vocab_size, out, text_field=text_field, skipped=skips, ignored=ignored.update,
             progress=lambda n, size: show(Progress(documents=n, text_bytes=size)),
         )  # fmt: skip
     skips.summarize(skips.count)
+    _name_ignored(ignored)
     if result.vocab_size < vocab_size:
-        typer.echo(f"the text gave {result.vocab_size:,} tokens, not {vocab_size:,}: it is short")
-    typer.echo(f"written to {out}: {result.vocab_size:,} tokens, sha256 {result.sha256}")
+        _say(f"the text gave {result.vocab_size:,} tokens, not {vocab_size:,}: it is short")
+    _say(f"written to {out}: {result.vocab_size:,} tokens, sha256 {result.sha256}")
 
 
 @app.command()
@@ -111,7 +118,7 @@ def verify(corpus: CorpusFolder) -> None:
             )
         )
     count = len(opened.files())
-    typer.echo(f"{corpus} is intact: {count} files, fingerprint {opened.fingerprint}")
+    _say(f"{corpus} is intact: {count} files, fingerprint {opened.fingerprint}")
 
 
 @app.command()
@@ -121,6 +128,7 @@ def info(corpus: CorpusFolder) -> None:
     from rich.table import Table
 
     from ..data import open_corpus
+    from ..data.sources import kinds
 
     opened = open_corpus(corpus)
     manifest = opened.manifest
@@ -132,19 +140,28 @@ def info(corpus: CorpusFolder) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     for entry in manifest["sources"]:
         size = f" ({entry['files']:,} files, {entry['bytes']:,} bytes)" if entry["files"] else ""
-        typer.echo(f"source: {entry['source']}{size}")
-    typer.echo(
+        _say(f"source: {entry['source']}{size}")
+    _say(
         f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} tokens, "
         f"sha256 {tokenizer['sha256']}"
     )
     options = ", ".join(f"{key} {value}" for key, value in manifest["options"].items())
-    typer.echo(f"options: {options}")
+    _say(f"options: {options}")
     if manifest["held_out"]:
-        typer.echo(f"validation: {manifest['held_out']['why']}")
+        _say(f"validation: {manifest['held_out']['why']}")
     for reason, number in manifest["skipped"]["reasons"].items():
-        typer.echo(f"skipped: {number:,} {reason}")
-    typer.echo(f"written by trellis {manifest['library_version']}")
-    typer.echo(f"fingerprint: {opened.fingerprint}")
+        _say(f"skipped: {number:,} {reason}")
+    if manifest["ignored"]:
+        _say(f"ignored: {kinds(Counter(manifest['ignored']))}")
+    _say(f"written by trellis {manifest['library_version']}")
+    _say(f"fingerprint: {opened.fingerprint}")
+
+
+def _say(line: str, err: bool = False) -> None:
+    """Names in it may hold anything; a terminal gets what can be printed."""
+    from ..data.sources import printable
+
+    typer.echo(printable(line), err=err)
 
 
 class _Skips:
@@ -156,22 +173,20 @@ class _Skips:
     def __call__(self, skip: Skip) -> None:
         self.count += 1
         if self.count <= _NAMED:
-            typer.echo(f"skipped {skip.name}: {skip.reason}", err=True)
+            _say(f"skipped {skip.name}: {skip.reason}", err=True)
 
-    def summarize(self, count: int, where: str | None = None) -> None:
+    def summarize(self, count: int, where: Path | None = None) -> None:
         """`count`: of the whole run, which may have begun before this process."""
         if count:
             rest = f"; all are named in {where}" if where else ""
-            typer.echo(f"{count:,} inputs were skipped{rest}", err=True)
+            _say(f"{count:,} inputs were skipped{rest}", err=True)
 
 
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """A package that is missing is the user's to install, not a fault to trace."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+def _name_ignored(ignored: Counter[str]) -> None:
+    from ..data.sources import kinds
+
+    if ignored:
+        _say(f"ignored files, by suffix: {kinds(ignored)}")
 
 
 @contextmanager
