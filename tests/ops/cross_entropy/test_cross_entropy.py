@@ -42,6 +42,15 @@ def test_many_classes_and_a_large_offset():
     check(3 * normal(7, 8191) + 1000, targets_of(7, 8191))
 
 
+def test_a_large_offset_does_not_swallow_a_small_loss():
+    logits = normal(64, 1000)
+    logits[:, 0] += 12
+    logits = (logits + 1e4).float()
+    targets = torch.zeros(64, dtype=torch.long)
+    expected, _ = cross_entropy_reference(logits.double(), targets, IGNORED)
+    assert relative_rms(cross_entropy_(logits, targets, gradient=True), expected.sum()) < FP32
+
+
 def test_all_ignored():
     logits = normal(3, 5).float()
     assert cross_entropy_(logits, torch.full((3,), IGNORED), gradient=True) == 0

@@ -38,7 +38,8 @@ struct CrossEntropy {
       sums += only(e, lanes);
     });
     const float total = sum(sums);
-    loss[r] = std::log(total) + top - at_target;
+    // The difference first: a large `top` would swallow the logarithm.
+    loss[r] = std::log(total) + (top - at_target);
     if (!GRADIENT) return;
     const float scale = 1.f / total;
     each(n, [&](int64_t i, auto lanes) { store(z + i, load(z + i, lanes) * scale, lanes); });
