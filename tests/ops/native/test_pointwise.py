@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.ops.fused import FP32, check_against, normal, run
 from tests.support import relative_rms
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from trellis.ops import (
@@ -144,6 +145,19 @@ def test_torch_func(name):
     expected = torch.autograd.grad(scalar(*wanted), wanted)
     for one, other in zip(torch.func.grad(scalar, places)(*leaves), expected):
         assert relative_rms(one, other) < FP32
+
+
+@every_op
+def test_forward_mode(name):
+    function, leaves = OPS[name]
+
+    def tangent(dtype):
+        leaf, *others = (leaf.to(dtype) for leaf in leaves)
+        with forward_ad.dual_level():
+            y = function(forward_ad.make_dual(leaf, leaf.cos()), *others)
+            return forward_ad.unpack_dual(y[0] if isinstance(y, tuple) else y).tangent
+
+    assert relative_rms(tangent(torch.float32), tangent(torch.float64)) < FP32
 
 
 @every_op

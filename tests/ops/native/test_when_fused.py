@@ -29,6 +29,13 @@ def test_unless_the_environment_says_otherwise(backend, monkeypatch):
     assert pointwise.takes(LARGE)
 
 
+def test_a_wrong_choice_is_refused_at_any_size(monkeypatch):
+    monkeypatch.setenv("TRELLIS_BACKEND", "gpu")
+    for x in (LARGE, torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"TRELLIS_BACKEND must be one of .*; got 'gpu'"):
+            unit_length(x)
+
+
 def test_not_without_a_compiler(monkeypatch, caplog):
     for cached in (pointwise.kernel, pointwise._load_kernel):
         cached.cache_clear()

@@ -9,11 +9,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from .. import checks
-from ..environment import VARIABLE, asked_backend, constant_when_compiled
+from ..environment import BACKENDS, VARIABLE, asked_backend, constant_when_compiled
 from ..native.build import NoKernel
-
-#: "triton" is the place of a GPU kernel; it is refused until there is one.
-BACKENDS = ("auto", "reference", "chunked", "native", "triton")
 
 log = logging.getLogger("trellis")
 
@@ -31,7 +28,6 @@ def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
     named = "backend"
     if backend == "auto" and asked_backend() != "auto":
         backend, named = asked_backend(), VARIABLE
-        checks.choice(named, backend, BACKENDS)
     if backend == "triton":
         raise NotImplementedError(
             f"{named}='triton' is not part of this version; use 'auto', 'native', 'chunked' or "

@@ -31,8 +31,9 @@ def takes(*tensors: Tensor) -> bool:
     """Whether the kernels are to compute on these tensors, the first of which is the largest.
 
     If not, plain PyTorch does: on other devices, in other dtypes, without a compiler, inside
-    torch.func, or where TRELLIS_BACKEND asks for it.
+    torch.func or forward-mode differentiation, or where TRELLIS_BACKEND asks for it.
     """
+    backend = asked_backend()
     for tensor in tensors:
         # Subclasses, such as sharded tensors, have rules of their own.
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -41,7 +42,7 @@ def takes(*tensors: Tensor) -> bool:
             return False
     return (
         tensors[0].numel() >= SMALLEST
-        and asked_backend() in ("auto", "native")
+        and backend in ("auto", "native")
         and not under_transform()
         and not _missing_kernel()
     )
