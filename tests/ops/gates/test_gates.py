@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.fused import check_against, normal, run
@@ -46,6 +47,19 @@ def test_large_gates_saturate():
     gate = torch.tensor([-1e30, -200.0, -100.0, 100.0, 1e30])
     y = silu_product(gate, torch.ones(5))
     assert torch.allclose(y, torch.tensor([0.0, 0.0, 0.0, 100.0, 1e30]), atol=1e-8)
+
+
+def test_gates_at_the_end_of_the_numbers_are_as_in_torch():
+    gate = torch.tensor([-float("inf"), -3e38, -1e38, -1e30, -100.0, 1e38, float("inf")])
+    y = silu_product(gate, torch.ones(7))
+    expected = F.silu(gate)
+    assert torch.allclose(y, expected, atol=1e-37, rtol=1e-6, equal_nan=True)
+    assert torch.equal(torch.signbit(y), torch.signbit(expected))
+    for results in zip(
+        run(silu_product, (gate, torch.ones(7)), torch.float32),
+        run(silu_product_reference, (gate, torch.ones(7)), torch.float32),
+    ):
+        assert torch.allclose(*results, atol=1e-6, equal_nan=True)
 
 
 def test_shapes_are_checked():

@@ -56,7 +56,7 @@ struct Convolution {
       float* out = y + (bounds[part.sequence] + t) * channels;
       each(channels, [&](int64_t i, auto lanes) {
         const vf z = at(*this, rows, i, lanes);
-        store(out + i, silu ? z * vsigmoid(z) : z, lanes);
+        store(out + i, silu ? z * silu_sigmoid(z) : z, lanes);
       });
     }
   }
@@ -82,7 +82,7 @@ struct Convolution {
       each(channels, [&](int64_t i, auto lanes) {
         vf g = load(d + i, lanes);
         if (silu) {
-          const vf z = at(*this, rows, i, lanes), s = vsigmoid(z);
+          const vf z = at(*this, rows, i, lanes), s = silu_sigmoid(z);
           g *= s + z * s * (1.f - s);
         }
         store(out + i, g, lanes);

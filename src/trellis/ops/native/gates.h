@@ -11,7 +11,7 @@ static void silu_product(
     each(std::min(GATE_BLOCK, n - from), [&](int64_t j, auto lanes) {
       const int64_t i = from + j;
       const vf z = load(gate + i, lanes);
-      store(y + i, z * vsigmoid(z) * load(up + i, lanes), lanes);
+      store(y + i, z * silu_sigmoid(z) * load(up + i, lanes), lanes);
     });
 }
 
@@ -22,7 +22,7 @@ static void silu_product_backward(
   for (int64_t from = 0; from < n; from += GATE_BLOCK)
     each(std::min(GATE_BLOCK, n - from), [&](int64_t j, auto lanes) {
       const int64_t i = from + j;
-      const vf z = load(gate + i, lanes), s = vsigmoid(z), value = z * s, d = load(dy + i, lanes);
+      const vf z = load(gate + i, lanes), s = silu_sigmoid(z), value = z * s, d = load(dy + i, lanes);
       store(dgate + i, d * load(up + i, lanes) * (s + value * (1.f - s)), lanes);
       store(dup + i, d * value, lanes);
     });

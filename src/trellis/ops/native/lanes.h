@@ -24,6 +24,10 @@ INLINE void store(float* p, vf x, int count) {
   std::memcpy(p, lanes, 4 * count);
 }
 
+// The sigmoid of a SiLU: 0 where vsigmoid's smallest value, 1e-38, would still weigh against a very
+// negative x. Hence -0 far below zero and NaN at -inf, as in torch.
+INLINE vf silu_sigmoid(vf x) { return select(x < -88.f, vf{}, vsigmoid(x)); }
+
 // body(i, lanes) for every vector of a row of n numbers.
 template <class Body>
 INLINE void each(int64_t n, Body body) {
