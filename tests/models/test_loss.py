@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.models.helpers import small_model, tokens
 from tests.support import relative_rms
 from torch import nn
+from torch.autograd import forward_ad
 
 from trellis.models import loss as module
 from trellis.models.loss import IGNORED, next_token_loss
@@ -171,6 +172,29 @@ def test_tied_weights():
         loss.backward()
     for one, other in zip(fused.parameters(), recomputed.parameters()):
         assert relative_rms(one.grad, other.grad) < 2e-5
+
+
+def test_arguments_are_checked():
+    hidden, targets, head = problem()
+    for chunk in (0, -1):
+        with pytest.raises(ValueError, match=f"chunk must be at least 1; got {chunk}"):
+            next_token_loss(hidden, targets, head, chunk=chunk)
+    with pytest.raises(
+        ValueError, match=r"targets must have shape \[B,T\] = \[2, 9\]; got \[2, 8\]"
+    ):
+        next_token_loss(hidden, targets[:, 1:], head, chunk=5)
+    with pytest.raises(ValueError, match=r"hidden must have shape \[B,T,dim\]; got \[9, 6\]"):
+        next_token_loss(hidden[0], targets, head, chunk=5)
+
+
+@pytest.mark.parametrize("chunk", [5, 50])
+def test_forward_mode(chunk):
+    hidden, targets, head = problem()
+    (gradient,) = torch.autograd.grad(whole(hidden, targets, head), hidden)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(hidden.detach(), gradient)
+        found = forward_ad.unpack_dual(next_token_loss(dual, targets, head, chunk=chunk)).tangent
+    assert relative_rms(found, gradient.square().sum()) < 2e-5
 
 
 def test_torch_func():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
+from ..ops import checks
 from ..ops.cross_entropy import IGNORED, cross_entropy_
 from ..ops.environment import under_transform
 
@@ -32,6 +33,10 @@ def next_token_loss(
     other. `count` replaces the number of predicted tokens as the divisor. Without any token to
     predict the loss is NaN, as in torch.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1; got {chunk}")
+    checks.dimensions("hidden", hidden, "[B,T,dim]")
+    checks.shape("targets", targets, hidden.shape[:2], "[B,T]")
     flat = hidden.flatten(0, 1)
     targets = targets.flatten()
     predicted = targets != IGNORED
@@ -47,7 +52,7 @@ def next_token_loss(
 def _is_plain_linear(head: Any, hidden: Tensor) -> TypeGuard[nn.Linear]:
     """Whether head(x) is x times its weight and nothing else: no bias, wrapper or hook.
 
-    Also not under torch.func, which differentiates plain operations only.
+    Also not under torch.func or in forward mode, which differentiate plain operations only.
     """
     if type(head) is not nn.Linear or head.bias is not None or "forward" in head.__dict__:
         return False

@@ -122,3 +122,14 @@ def test_the_new_tail_does_not_hold_on_to_the_input():
 def test_the_activation_is_checked():
     with pytest.raises(ValueError, match="activation must be one of identity, silu; got 'gelu'"):
         causal_convolution(torch.ones(1, 2, 3), torch.ones(3, 2), activation="gelu")
+
+
+def test_the_width_is_checked():
+    with pytest.raises(ValueError, match=r"weight must be at least 1 wide; got shape \[3, 0\]"):
+        causal_convolution(torch.ones(1, 2, 3), torch.ones(3, 0))
+
+
+def test_silu_at_the_end_of_the_numbers_is_as_in_torch():
+    x = torch.tensor([-1e38, -1e30, -100.0, 1e38]).expand(1, 3, 4)
+    y, _ = causal_convolution(x, torch.ones(4, 1), activation="silu")
+    assert torch.allclose(y, F.silu(x), atol=1e-37, rtol=1e-6)

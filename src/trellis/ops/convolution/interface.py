@@ -26,7 +26,7 @@ def causal_convolution(
 
     Args:
         x: [B, T, D], or [1, T, D] with cu_seqlens.
-        weight: [D, W], the newest token's weight last.
+        weight: [D, W] with W >= 1, the newest token's weight last.
         tail: [N, W-1, D], the W-1 inputs before each sequence, oldest first; zeros by default.
         cu_seqlens: [N+1] bounds of N packed sequences. Without it N = B.
         activation: "identity" or "silu".
@@ -40,6 +40,8 @@ def causal_convolution(
     checks.dimensions("weight", weight, "[D,W]")
     batch, tokens, channels = x.shape
     checks.shape("weight", weight, (channels, weight.shape[1]), "[D,W]")
+    if weight.shape[1] < 1:
+        raise ValueError(f"weight must be at least 1 wide; got shape {list(weight.shape)}")
     count = checks.sequences(batch, cu_seqlens, x.device)
     if cu_seqlens is not None and not torch.compiler.is_compiling():
         checks.bounds(cu_seqlens, tokens)
@@ -48,7 +50,7 @@ def causal_convolution(
         tail = x.new_zeros(count, reach, channels)
     checks.shape("tail", tail, (count, reach, channels), "[N,W-1,D]")
     tail = tail.to(x.dtype)
-    if 1 <= weight.shape[1] <= WIDEST and pointwise.takes(x, weight, tail):
+    if weight.shape[1] <= WIDEST and pointwise.takes(x, weight, tail):
         return fused(x, weight, tail, cu_seqlens, activation == "silu")
     if cu_seqlens is None:
         padded = torch.cat([tail, x], dim=1)
