@@ -229,7 +229,7 @@ SPLIT_OF_SEED_7 = [88, 152, 188, 203, 276]
 
 def test_an_existing_output_is_refused_before_anything_is_read(sources, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="out exists and is not overwritten: remove it"):
+    with pytest.raises(FileExistsError, match="out exists and is not overwritten: give --out"):
         prepare_corpus([tmp_path / "nothing"], tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 

@@ -118,7 +118,7 @@ def prepare_corpus(
     _check_arguments(validation, shard_tokens, max_documents)
     if out.exists() or out.is_symlink():
         raise FileExistsError(
-            f"{out} exists and is not overwritten: remove it or choose another --out"
+            f"{out} exists and is not overwritten: give --out a name that is free"
         )
     partial = out.with_name(out.name + ".partial")
     text_tokenizer = load_tokenizer(tokenizer)
