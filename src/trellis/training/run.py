@@ -8,6 +8,7 @@ RUN/
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 from pathlib import Path
@@ -72,6 +73,10 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
         if not resume:
             group.on_first(hold)
         trainer.run()
+        # DDP holds on to the processes' connections: it has to go first, and everywhere.
+        del trainer
+        gc.collect()
+        group.barrier()
     return run
 
 
