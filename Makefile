@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Two processes of one thread each: most tests are too small to share among threads.
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
 
 # What takes longer, such as the wheel in a clean environment.
 test-slow: setup
