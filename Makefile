@@ -53,6 +53,7 @@ wheel: setup
 bench: setup
 	$(BIN)/trellis bench ops --out runs/bench
 	$(BIN)/python benchmarks/chunked_op.py
+	$(BIN)/python benchmarks/training_step.py recipes/books.toml
 	$(BIN)/python benchmarks/stream.py --figure docs/figures/stream.png
 
 clean:
