@@ -35,6 +35,10 @@ from .schedule import context_at, learning_rate
 from .validation import validate
 
 
+#: The best of so many products counts as the machine's peak; other work may disturb some of them.
+PEAK_ROUNDS = 20
+
+
 class TrainingStopped(RuntimeError):
     """The run cannot go on; the newest checkpoint is intact."""
 
@@ -159,7 +163,8 @@ class Trainer:
         on_gpu = self.group.device.type == "cuda"
         dtype = torch.bfloat16 if self.autocast else torch.float32
         self.group.barrier()
-        rate = machine.gemm_rate(8192 if on_gpu else 1024, 5, self.group.device, dtype)
+        size = 8192 if on_gpu else 1024
+        rate = machine.gemm_rate(size, PEAK_ROUNDS, self.group.device, dtype)
         return 2 * float(self.group.summed(torch.tensor(rate, dtype=torch.float64)))
 
     # A step.
