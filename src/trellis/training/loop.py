@@ -34,7 +34,6 @@ from .relay import Carrier, SegmentRelay
 from .schedule import context_at, learning_rate
 from .validation import validate
 
-
 #: The best of so many products counts as the machine's peak; other work may disturb some of them.
 PEAK_ROUNDS = 20
 
