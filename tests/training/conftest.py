@@ -2,10 +2,18 @@ import pytest
 import torch
 from tests.training.helpers import make_corpus
 
+from trellis.training import loop
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch):
+    """A second per run is little for a person and much for all these tests."""
+    monkeypatch.setitem(loop.PEAK_SIZES, "cpu", 256)
 
 
 @pytest.fixture(autouse=True)
