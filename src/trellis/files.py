@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -38,18 +39,31 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a folder for this process alone, as long as it lives; not on Windows.
+    """Holds a folder for this process alone, as long as it lives.
 
     Raises:
         ValueError: another process holds it.
     """
-    with open(folder / ".lock", "w") as file:
-        try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another process is at work in {folder}") from error
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        lock(handle, f"another process is at work in {folder}: wait for it, or stop it")
         yield
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int, held: str) -> None:
+    """Locks an open file or folder until it is closed; does nothing on Windows.
+
+    Raises:
+        ValueError: another process holds it; `held` says so.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(held) from error
 
 
 def sync(path: Path) -> None:
@@ -61,10 +75,24 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def hash_file(
+    path: Path, length: int | None = None, advance: Callable[[int], None] | None = None
+) -> Any:
+    """A hashlib sha256 over a file's first `length` bytes, or over all of it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while length is None or length > 0:
+            block = file.read(BLOCK if length is None else min(BLOCK, length))
+            if not block:
+                break
+            digest.update(block)
+            if length is not None:
+                length -= len(block)
+            if advance is not None:
+                advance(len(block))
+    return digest
+
+
 def sha256_of(path: Path) -> str:
     """Of a file's contents, read in blocks."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    return hash_file(path).hexdigest()

@@ -47,6 +47,7 @@ def prepare(
     """Turn text into a corpus of token shards. Interrupted, the same command goes on."""
     from ..data import prepare_corpus
     from ..data.shards import PROGRESS_FILE
+    from ..machine import peak_bytes
 
     skips = _Skips()
     start = time.monotonic()
@@ -77,7 +78,10 @@ def prepare(
         f"{corpus.train.tokens:,} + {corpus.validation.tokens:,} tokens (training + validation), "
         f"{text / tokens:.2f} bytes per token"
     )
-    _say(f"{text / 1e6:,.1f} MB of text in {seconds:.1f} s")
+    _say(
+        f"{text / 1e6:,.1f} MB of text in {seconds:.1f} s, {text / 1e6 / seconds:.1f} MB/s; "
+        f"memory at most {peak_bytes() / 1e6:.0f} MB"
+    )
     _say(f"written to {out}")
 
 

@@ -60,6 +60,15 @@ class Batch:
         }
         return dataclasses.replace(self, **moved)
 
+    def model_inputs(self) -> dict[str, Any]:
+        """As the model takes them: rows of several sequences are one pack."""
+        packed = self.cu_seqlens is not None
+        return {
+            "input_ids": self.input_ids.reshape(1, -1) if packed else self.input_ids,
+            "targets": self.targets.reshape(1, -1) if packed else self.targets,
+            "cu_seqlens": self.cu_seqlens,
+        }
+
     @property
     def sequences(self) -> int:
         return len(self.first) if self.cu_seqlens is None else len(self.cu_seqlens) - 1
@@ -93,6 +102,7 @@ class Batches:
             self.lane = (stream.tokens - 1) // rows
             self.windows = self.lane // context * rows
         self._order: _Reordered | None = None
+        self._plan: tuple[int, list[tuple[Stream, int]], int] | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -110,8 +120,7 @@ class Batches:
         part: (index, count) takes that part of every row, of equal parts. cut: starts a new
         sequence at every multiple of so many tokens of a row (the context's warm-up).
         """
-        places = [self._place(step, row) for row in range(self.rows)]
-        predicted = sum(self.context - self._ends_in(*place) for place in places)
+        places, predicted = self._planned(step)
         index, parts = part
         length = self.context // parts
         begin = index * length
@@ -123,6 +132,14 @@ class Batches:
             [self._goes_on(step, stream, start + begin, begin, cut) for stream, start in chosen],
             predicted,
         )
+
+    def _planned(self, step: int) -> tuple[list[tuple[Stream, int]], int]:
+        """Where all rows of a step begin, and their targets; kept for its other micro-batches."""
+        if self._plan is None or self._plan[0] != step:
+            places = [self._place(step, row) for row in range(self.rows)]
+            predicted = sum(self.context - self._ends_in(*place) for place in places)
+            self._plan = step, places, predicted
+        return self._plan[1:]
 
     def _place(self, step: int, row: int) -> tuple[Stream, int]:
         """The stream of a row, and where the row begins in it."""

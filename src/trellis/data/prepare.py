@@ -25,7 +25,7 @@ import numpy as np
 
 import trellis
 
-from ..files import sync
+from ..files import lock, sync
 from .documents import Event, Piece, Skip
 from .prefetch import Prefetched
 from .shards import (
@@ -522,7 +522,7 @@ def _locked_folder(partial: Path, out: Path) -> Iterator[bool]:
             error.errno, f"{partial}, where {out} grows, cannot be written: {error.strerror}"
         ) from error
     try:
-        _lock(handle, partial)
+        lock(handle, f"another run is writing {partial}: wait for it, or stop it")
         if out.exists() or not partial.exists():  # another run ended meanwhile
             raise FileExistsError(f"{out} exists and is not overwritten")
         if not _may_be_written(partial):
@@ -540,14 +540,3 @@ def _may_be_written(partial: Path) -> bool:
     return (partial / PROGRESS_FILE).exists() or all(
         path.name.startswith(f".{PROGRESS_FILE}.") for path in partial.iterdir()
     )
-
-
-def _lock(handle: int, partial: Path) -> None:
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # not on Windows
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"another run is writing {partial}: wait for it, or stop it") from error

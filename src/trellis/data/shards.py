@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import hash_file
+
 if TYPE_CHECKING:
     from .tokenizer import TextTokenizer
 
@@ -102,24 +104,6 @@ def check_layout(found: Any, layout: Any, name: str = "the file") -> None:
 _NAMES = {
     dict: "an object", list: "a list", str: "a string", int: "a count", bool: "true or false"
 }  # fmt: skip
-
-
-def hash_file(
-    path: Path, length: int | None = None, advance: Callable[[int], None] | None = None
-) -> Any:
-    """A hashlib sha256 over a file's first `length` bytes, or over all of it."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while length is None or length > 0:
-            block = file.read(1 << 20 if length is None else min(1 << 20, length))
-            if not block:
-                break
-            digest.update(block)
-            if length is not None:
-                length -= len(block)
-            if advance is not None:
-                advance(len(block))
-    return digest
 
 
 class TokenStream:

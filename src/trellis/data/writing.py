@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..files import write_whole
-from .shards import END_DTYPE, TokenStream, ends_name, hash_file, shard_name
+from ..files import hash_file, write_whole
+from .shards import END_DTYPE, TokenStream, ends_name, shard_name
 
 
 class AppendedFile:

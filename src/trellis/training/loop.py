@@ -222,12 +222,9 @@ class Trainer:
             relay = SegmentRelay(self.group, batch, self.templates)
         elif self.recipe.data.batches == "contiguous":
             relay = Carrier(states, batch)
-        packed = batch.cu_seqlens is not None
         with self._autocast():
             loss = self.called(
-                input_ids=batch.input_ids.reshape(1, -1) if packed else batch.input_ids,
-                targets=batch.targets.reshape(1, -1) if packed else batch.targets,
-                cu_seqlens=batch.cu_seqlens,
+                **batch.model_inputs(),
                 relay=relay,
                 num_items_in_batch=batch.predicted / self.group.world,
                 logits_to_keep=1,

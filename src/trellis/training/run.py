@@ -23,7 +23,7 @@ from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .distributed import Processes, processes
-from .loop import Trainer, make_batches
+from .loop import Trainer
 from .metrics import check_tensorboard
 from .recipe import Recipe, from_dict
 
@@ -55,7 +55,6 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
 
         corpus = _open_data(recipe, recipe.data.path)
         validation = _validation_part(recipe, corpus)
-        make_batches(recipe, corpus)
         if recipe.log.tensorboard:
             check_tensorboard()
         resumed = None

@@ -50,13 +50,7 @@ def _loss(
 ) -> tuple[float, int]:
     """The summed loss of some windows, and how many tokens it is of."""
     batch = assemble([(stream, start) for start in starts], context).to(device)
-    packed = batch.cu_seqlens is not None
     loss = called(
-        input_ids=batch.input_ids.reshape(1, -1) if packed else batch.input_ids,
-        targets=batch.targets.reshape(1, -1) if packed else batch.targets,
-        cu_seqlens=batch.cu_seqlens,
-        num_items_in_batch=1,
-        logits_to_keep=1,
-        use_cache=False,
+        **batch.model_inputs(), num_items_in_batch=1, logits_to_keep=1, use_cache=False
     ).loss
     return float(loss), batch.predicted

@@ -22,10 +22,10 @@ NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 def fresh(monkeypatch):
     """As in a new process: nothing loaded, nothing decided."""
     library.kernel.cache_clear()
-    backends._load_kernel.cache_clear()
+    backends.missing_kernel.cache_clear()
     yield
     library.kernel.cache_clear()
-    backends._load_kernel.cache_clear()
+    backends.missing_kernel.cache_clear()
 
 
 def inputs():

@@ -37,7 +37,7 @@ def test_a_wrong_choice_is_refused_at_any_size(monkeypatch):
 
 
 def test_not_without_a_compiler(monkeypatch, caplog):
-    for cached in (pointwise.kernel, pointwise._load_kernel):
+    for cached in (pointwise.kernel, pointwise.missing_kernel):
         cached.cache_clear()
     try:
         monkeypatch.setenv("CXX", "no-such-compiler")
@@ -48,5 +48,5 @@ def test_not_without_a_compiler(monkeypatch, caplog):
         assert len(caplog.records) == 1
         assert "no C++ compiler" in caplog.text
     finally:
-        for cached in (pointwise.kernel, pointwise._load_kernel):
+        for cached in (pointwise.kernel, pointwise.missing_kernel):
             cached.cache_clear()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from .. import checks
-from ..environment import BACKENDS, VARIABLE, asked_backend, constant_when_compiled
-from ..native.build import NoKernel
-
-log = logging.getLogger("trellis")
+from ..environment import BACKENDS, VARIABLE, asked_backend
+from ..native.build import NoKernel, missing
 
 
 def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
@@ -41,11 +37,11 @@ def choose(backend: str, tensors: Iterable[Tensor], *, two_passes: bool) -> str:
     if backend == "native":
         if reason:
             raise ValueError(f"{named}='native' cannot run here: {reason}")
-        missing = _missing_kernel()
-        if missing:
-            raise NoKernel(f"{named}='native' cannot run here: {missing}")
+        why = missing_kernel()
+        if why:
+            raise NoKernel(f"{named}='native' cannot run here: {why}")
         return "native"
-    return "chunked" if reason or _missing_kernel() else "native"
+    return "chunked" if reason or missing_kernel() else "native"
 
 
 def unfit(tensors: Iterable[Tensor], two_passes: bool) -> str | None:
@@ -64,19 +60,10 @@ def unfit(tensors: Iterable[Tensor], two_passes: bool) -> str | None:
     return None
 
 
-@constant_when_compiled
-def _missing_kernel() -> str:
-    """Why there is no kernel; empty if there is. Compiles it at the first call."""
-    return _load_kernel()
-
-
-@functools.cache
-def _load_kernel() -> str:
+def _load() -> None:
     from .native.library import kernel
 
-    try:
-        kernel()
-    except NoKernel as error:
-        log.warning("the memory runs on the slower chunked backend: %s", error)
-        return str(error)
-    return ""
+    kernel()
+
+
+missing_kernel = missing(_load, "the memory runs on the slower chunked backend")

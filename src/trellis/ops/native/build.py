@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,11 +18,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import checks
+from ..environment import constant_when_compiled
 
 #: Where the headers are that all kernels may include.
 SHARED = Path(__file__).parent
@@ -37,6 +39,9 @@ TARGETS = {
         "-fno-sanitize-recover=all",
     ),
 }  # fmt: skip
+
+
+log = logging.getLogger("trellis")
 
 
 class NoKernel(RuntimeError):
@@ -103,6 +108,29 @@ def find_compiler() -> str:
 def load(source: Source) -> ctypes.CDLL:
     """The library for the target in TRELLIS_NATIVE_TARGET. Raises NoKernel where there is none."""
     return open_library(library(source, os.environ.get("TRELLIS_NATIVE_TARGET", "native")))
+
+
+def missing(load: Callable[[], object], instead: str) -> Callable[[], str]:
+    """A function that says why `load` gives no kernel; empty if it does.
+
+    It loads at its first call, which may compile; `instead`, what is done without, is logged once.
+    """
+
+    @functools.cache
+    def reason() -> str:
+        try:
+            load()
+        except NoKernel as error:
+            log.warning("%s: %s", instead, error)
+            return str(error)
+        return ""
+
+    @constant_when_compiled
+    def missing_kernel() -> str:
+        return reason()
+
+    missing_kernel.cache_clear = reason.cache_clear  # type: ignore[attr-defined]
+    return missing_kernel
 
 
 def open_library(path: Path) -> ctypes.CDLL:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from typing import Any, NoReturn
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..environment import VARIABLE, asked_backend, constant_when_compiled, under_transform
+from ..environment import VARIABLE, asked_backend, under_transform
 from . import build
 
 SOURCE = build.Source(
@@ -23,8 +22,6 @@ SOURCE = build.Source(
 )
 #: Below so many numbers a call costs more than it saves, as in decoding token by token.
 SMALLEST = 2**15
-
-log = logging.getLogger("trellis")
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -44,7 +41,7 @@ def takes(*tensors: Tensor) -> bool:
         tensors[0].numel() >= SMALLEST
         and backend in ("auto", "native")
         and not under_transform()
-        and not _missing_kernel()
+        and not missing_kernel()
     )
 
 
@@ -54,20 +51,7 @@ def kernel() -> ctypes.CDLL:
     return build.load(SOURCE)
 
 
-@constant_when_compiled
-def _missing_kernel() -> str:
-    """Why there is no kernel; empty if there is. Compiles it at the first call."""
-    return _load_kernel()
-
-
-@functools.cache
-def _load_kernel() -> str:
-    try:
-        kernel()
-    except build.NoKernel as error:
-        log.warning("norms, gates and convolutions run unfused: %s", error)
-        return str(error)
-    return ""
+missing_kernel = build.missing(kernel, "norms, gates, convolutions and losses run unfused")
 
 
 def run(name: str, *arguments: Tensor | int | float | None) -> None:
