@@ -1,9 +1,8 @@
 """One chunk of one pass in matrix form: the write, the read, the next memory, and their backward.
 
 All tensors are [G, c, ...] with G = sequences x heads and c tokens; memories are [G, m, d].
-w(t, s) is the product of beta over s+1 .. t, built by products: differences of cumulated logs
-lose digits at strong decay and ratios of exponentials overflow. `writes` are the rows
-gamma_t u_t. The equations are in README.md.
+w(t, s) is the product of beta over s+1 .. t. `writes` are the rows gamma_t u_t. The equations are
+in README.md.
 """
 
 from __future__ import annotations
@@ -13,41 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..decay import Decay, log_decay_gradient, lower
 from .activations import Elementwise, Phi
-
-
-class Decay:
-    """The decay weights of a chunk, from log_beta [G, c]."""
-
-    def __init__(self, log_beta: Tensor):
-        beta = log_beta.exp()
-        c = beta.shape[1]
-        ones = torch.ones(c, c, dtype=torch.bool, device=beta.device)
-        steps = torch.where(ones.tril(-1), beta[:, :, None], torch.ones_like(beta[:, :1, None]))
-        #: w(t, s) for s <= t, else 0; [G, c, c]
-        self.within = steps.cumprod(1).tril()
-        #: exp(L_t), the decay from the chunk's start up to and with token t; [G, c, 1]
-        self.start = beta.cumprod(1)[..., None]
-
-    @property
-    def end(self) -> Tensor:
-        """w(C, s), from token s to the chunk's end; [G, c, 1]"""
-        return self.within[:, -1, :, None]
-
-    @property
-    def whole(self) -> Tensor:
-        """exp(L_C); [G, 1, 1]"""
-        return self.start[:, -1:]
-
-    def within_before(self) -> Tensor:
-        """w(t - 1, s) for s < t, else 0; [G, c, c]"""
-        shifted = torch.zeros_like(self.within)
-        shifted[:, 1:] = self.within[:, :-1]
-        return shifted
-
-    def start_before(self) -> Tensor:
-        """exp(L_{t-1}); [G, c, 1]"""
-        return torch.cat([torch.ones_like(self.start[:, :1]), self.start[:, :-1]], dim=1)
 
 
 class Written(NamedTuple):
@@ -63,7 +29,7 @@ def write_exact(
 ) -> Written:
     """Forward substitution: row t of z reads the writes of the rows before it. gamma [G, c, 1]."""
     base = decay.start_before() * (x @ memory.mT)
-    coupling = _lower(decay.within_before(), x @ x.mT)
+    coupling = lower(decay.within_before(), x @ x.mT)
     if phi.linear:
         system = gamma * coupling
         writes = torch.linalg.solve_triangular(
@@ -95,7 +61,7 @@ def read(
     query: Tensor, x: Tensor, writes: Tensor, memory: Tensor, decay: Decay, transposed: bool
 ) -> Tensor:
     keys, values, matrix = (writes, x, memory) if transposed else (x, writes, memory.mT)
-    scores = _lower(decay.within, query @ keys.mT)
+    scores = lower(decay.within, query @ keys.mT)
     return torch.baddbmm(decay.start * (query @ matrix), scores, values, alpha=-1)
 
 
@@ -133,8 +99,8 @@ def backward_chunk(
     else:
         values_dot_dy = dy @ writes.mT
         scores_dot = query @ x.mT
-    scores = _lower(decay.within, scores_dot)
-    inner = _lower(decay.within, values_dot_dy)
+    scores = lower(decay.within, scores_dot)
+    inner = lower(decay.within, values_dot_dy)
     matrix = memory.mT if transposed else memory  # [G, width of y, width of query]
     dy_matrix = dy @ matrix
     dquery = decay.start * dy_matrix - inner @ (writes if transposed else x)
@@ -166,13 +132,15 @@ def backward_chunk(
         started_dz = start_before * dz
         dmemory = torch.baddbmm(dmemory, started_dz.mT, x)
         dz_writes = dz @ writes.mT
-        mixed = _lower(decay.within_before(), dz_writes)
+        mixed = lower(decay.within_before(), dz_writes)
         dx = dx + started_dz @ memory - (mixed + mixed.mT) @ x
         # z_t sees the betas up to t - 1: one row up.
         pairs[:, :-1] -= (coupling * dz_writes)[:, 1:]
         starts[:, :-1] += (started_dz * (x @ memory.mT)).sum(-1)[:, 1:]
     dgamma = (phi.gradient(z, target) * dwrites).sum(-1)
-    return ChunkGradients(dquery, dx, -dcode, _log_beta(pairs, starts), dgamma, dmemory, danchor)
+    return ChunkGradients(
+        dquery, dx, -dcode, log_decay_gradient(pairs, starts), dgamma, dmemory, danchor
+    )
 
 
 def _substitute_back(
@@ -209,18 +177,3 @@ def _substitute_back(
     if slope is not None:
         dcode = slope * gamma * dwrites
     return dz, dcode, dwrites
-
-
-def _log_beta(pairs: Tensor, starts: Tensor) -> Tensor:
-    """d log_beta_i = sum over s < i <= t of pairs[t, s] + sum over t >= i of starts[t].
-
-    Summed as it stands: differences of row and column sums would cancel.
-    """
-    before = torch.zeros_like(pairs)
-    before[:, :, 1:] = pairs.cumsum(2)[:, :, :-1]
-    return before.tril().sum(1) + starts.flip(1).cumsum(1).flip(1)
-
-
-def _lower(weights: Tensor, products: Tensor) -> Tensor:
-    """weights * products below and on the diagonal; exact zeros above, also for inf and NaN."""
-    return (weights * products).tril()

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import checks
+from ..layout import ChunkLayout, ChunkRows
 from . import chunk as one
 from .activations import PHI
-from .layout import ChunkLayout, ChunkRows
 from .start import checked_offsets
 
 #: Tokens per chunk in exact mode, and tokens between two saved memories.
@@ -58,13 +57,10 @@ class _Inputs:
         self.flat = tuple(tensor.flatten(0, 1) for tensor in self.given)
         self.dtype = memory.dtype
         self.heads = memory.shape[1]
-        sequences = memory.shape[0]
-        if cu_seqlens is None:
-            bounds = [n * x.shape[1] for n in range(sequences + 1)]
-        else:
-            bounds = checks.bounds(cu_seqlens, x.shape[1])
-        offsets = [0] * sequences if offset is None else checked_offsets(offset, minibatch)
-        self.layout = ChunkLayout(bounds, offsets, chunk_size(minibatch), memory.device)
+        self.layout = ChunkLayout.of(
+            x.shape[0], x.shape[1], cu_seqlens, chunk_size(minibatch), memory.device,
+            None if offset is None else checked_offsets(offset, minibatch),
+        )  # fmt: skip
 
     def chunk(self, i: int) -> tuple[ChunkRows, tuple[Tensor, ...]]:
         """Rows of chunk i and (query, x, target, log_beta, gamma) there; gamma is [G, c, 1]."""
@@ -74,12 +70,10 @@ class _Inputs:
 
     def sorted(self, state: Tensor) -> Tensor:
         """[N, H, m, d] -> a new [N * H, m, d] in the layout's order."""
-        return state.index_select(0, self.layout.order).flatten(0, 1)
+        return self.layout.sort(state).flatten(0, 1)
 
     def unsorted(self, state: Tensor) -> Tensor:
-        by_sequence = state.unflatten(0, (-1, self.heads))
-        out = state.new_empty(by_sequence.shape)
-        return out.index_copy_(0, self.layout.order, by_sequence)
+        return self.layout.unsort(state.unflatten(0, (-1, self.heads)))
 
 
 class Forward(NamedTuple):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import checks
+
 
 class ChunkLayout:
     def __init__(self, bounds: list[int], offsets: list[int], chunk: int, device: torch.device):
@@ -31,23 +33,58 @@ class ChunkLayout:
         self.chunks = self.counts[0] if self.counts else 0
         self._active = [sum(c > i for c in self.counts) for i in range(self.chunks)]
 
+    @staticmethod
+    def of(
+        batch: int,
+        tokens: int,
+        cu_seqlens: Tensor | None,
+        chunk: int,
+        device: torch.device,
+        offsets: list[int] | None = None,
+    ) -> ChunkLayout:
+        """Of rows [batch, tokens, ...], or of the pack that cu_seqlens describes."""
+        if cu_seqlens is None:
+            bounds = [n * tokens for n in range(batch + 1)]
+        else:
+            bounds = checks.bounds(cu_seqlens, tokens)
+        return ChunkLayout(bounds, offsets or [0] * (len(bounds) - 1), chunk, device)
+
+    def sort(self, state: Tensor) -> Tensor:
+        """[N, ...] in the order of sequences that chunks come in; a copy."""
+        return state.index_select(0, self.order)
+
+    def unsort(self, state: Tensor) -> Tensor:
+        return torch.empty_like(state).index_copy_(0, self.order, state)
+
     def active(self, i: int) -> int:
         """How many sequences have a chunk i; none past the last chunk."""
         return self._active[i] if i < self.chunks else 0
 
     def chunk_rows(self, i: int) -> ChunkRows:
+        """The rows of every sequence's chunk i, no wider than the longest of them."""
         n = self.active(i)
-        begin = i * self.chunk
-        width = min(self.chunk, max(self._reach[:n]) - begin)
-        first = torch.tensor(self._first[:n], device=self.device)[:, None]
-        place = torch.arange(begin, begin + width, device=self.device)[None]
+        width = min(self.chunk, max(self._reach[:n]) - i * self.chunk)
+        return self._rows([i], width)
+
+    def segment_rows(self, first: int, stop: int) -> ChunkRows:
+        """The rows of chunks first .. stop - 1: all that are the i-th of their sequence, by i."""
+        if stop - first == 1:
+            return self.chunk_rows(first)
+        return self._rows(list(range(first, stop)), self.chunk)
+
+    def _rows(self, places: list[int], width: int) -> ChunkRows:
+        which = [n for i in places for n in range(self.active(i))]
+        begin = [i * self.chunk for i in places for _ in range(self.active(i))]
+        first = self._column([self._first[n] for n in which])
+        place = self._column(begin) + torch.arange(width, device=self.device)
         rows = first + place
-        padded = min(self._reach[:n]) < begin + width or (i == 0 and max(self._offsets[:n]) > 0)
-        if not padded:
+        low, high = [self._offsets[n] for n in which], [self._reach[n] for n in which]
+        if all(lo <= b and b + width <= hi for lo, b, hi in zip(low, begin, high)):
             return ChunkRows(rows, None)
-        low = torch.tensor(self._offsets[:n], device=self.device)[:, None]
-        high = torch.tensor(self._reach[:n], device=self.device)[:, None]
-        return ChunkRows(rows, (place < low) | (place >= high))
+        return ChunkRows(rows, (place < self._column(low)) | (place >= self._column(high)))
+
+    def _column(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)[:, None]
 
 
 class ChunkRows:

@@ -1,0 +1,236 @@
+"""Recurrences with a state of fixed size: token by token, or in segments of chunks.
+
+A `Recurrence` defines itself twice: `reference`, token after token, and `forward`, the same for
+some chunks at once in matrix form. `run` takes it over batches and packs. The chunked run keeps
+for its backward the inputs and the states at segment starts; a segment's own intermediates are
+computed again when its gradients are due, so they never exist for more than one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import checks
+from .environment import asked_backend, under_transform
+from .layout import ChunkLayout, ChunkRows
+
+#: Tokens of a segment, counted over all sequences: what a segment computes should fit in caches.
+SEGMENT_TOKENS = 1024
+
+#: What every function on a recurrence accepts. The memory has backends of its own beside these.
+BACKENDS = ("auto", "reference", "chunked")
+
+Tensors = tuple[Tensor, ...]
+#: Inputs may be left out where a recurrence has a cheaper form without them.
+Inputs = tuple[Tensor | None, ...]
+
+
+class Rounds(NamedTuple):
+    """The chunks of a segment: round i holds one chunk of each of the first counts[i] sequences.
+
+    empty: [chunks, C], places that hold no token; None if all do. Inputs are zero there.
+    """
+
+    counts: list[int]
+    empty: Tensor | None
+
+    def parts(self, heads: int) -> list[slice]:
+        """The rows of each round in tensors [chunks * heads, ...]."""
+        ends = [0]
+        for count in self.counts:
+            ends.append(ends[-1] + count * heads)
+        return [slice(begin, end) for begin, end in zip(ends, ends[1:])]
+
+
+class Recurrence:
+    """Subclasses are frozen dataclasses of their options."""
+
+    #: Tokens per chunk.
+    chunk: int = 64
+
+    def output(self, inputs: Inputs) -> tuple[int, int]:
+        """Heads and width of y, for inputs [B, T, heads, ...]."""
+        raise NotImplementedError
+
+    def reference(self, inputs: Inputs, state: Tensors) -> tuple[Tensor, Tensors]:
+        """The definition, for sequences of equal length.
+
+        inputs: [N, T, heads, ...] each. state: [N, ...] each. Returns y [N, T, heads, width] and
+        the state after the last token. Everything is in the dtype of the computation.
+        """
+        raise NotImplementedError
+
+    def forward(self, inputs: Inputs, state: Tensors, rounds: Rounds) -> tuple[Tensor, Tensors]:
+        """The chunks of one segment.
+
+        inputs: [chunks * heads, c, ...] each, c <= chunk; chunks come round by round. state:
+        [n, ...] each, of the n = rounds.counts[0] sequences before their first chunk here.
+        Returns y [chunks * heads, c, width] and the state of all n after their last chunk here.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self, inputs: Inputs, state: Tensors, rounds: Rounds, dy: Tensor, dstate: Tensors
+    ) -> tuple[Inputs, Tensors]:
+        """Gradients of `forward` for inputs and state. By autograd unless overridden."""
+        with torch.enable_grad():
+            inputs = tuple(None if x is None else x.detach().requires_grad_() for x in inputs)
+            state = tuple(s.detach().requires_grad_() for s in state)
+            y, final = self.forward(inputs, state, rounds)
+        given = [x for x in inputs if x is not None]
+        grads = torch.autograd.grad(
+            (y, *final), (*given, *state), (dy, *dstate), materialize_grads=True
+        )
+        found = iter(grads[: len(given)])
+        return tuple(None if x is None else next(found) for x in inputs), grads[len(given) :]
+
+
+def run(
+    recurrence: Recurrence,
+    inputs: Inputs,
+    state: Tensors,
+    *,
+    cu_seqlens: Tensor | None = None,
+    offsets: list[int] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensors]:
+    """y [B, T, heads, width] and the final states, in the dtype of `state`.
+
+    inputs: [B, T, heads, ...] each, B = 1 with cu_seqlens. state: [N, ...] each, of the dtype that
+    is computed in. offsets: for recurrences over mini-batches, how many tokens of the mini-batch
+    under way each sequence has read.
+    """
+    checks.choice("backend", backend, BACKENDS)
+    first = inputs[0]
+    assert first is not None
+    with torch.autocast(first.device.type, enabled=False):
+        if _chosen(backend, first.shape[1], cu_seqlens) == "reference":
+            return _run_reference(recurrence, inputs, state, cu_seqlens)
+        batch, tokens = first.shape[:2]
+        layout = ChunkLayout.of(batch, tokens, cu_seqlens, recurrence.chunk, first.device, offsets)
+        y, *final = _Chunked.apply(recurrence, layout, len(inputs), *inputs, *state)
+        return y, tuple(final)
+
+
+def _chosen(backend: str, tokens: int, cu_seqlens: Tensor | None) -> str:
+    if backend == "auto" and asked_backend() == "reference":
+        return "reference"
+    if under_transform():  # which a backward of our own would be opaque to
+        return "reference"
+    if backend == "auto" and tokens == 1 and cu_seqlens is None:
+        return "reference"  # a decoding step: nothing to put in chunks
+    return "reference" if backend == "reference" else "chunked"
+
+
+def _run_reference(
+    recurrence: Recurrence, inputs: Inputs, state: Tensors, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensors]:
+    dtype = state[0].dtype
+    inputs = tuple(None if x is None else x.to(dtype) for x in inputs)
+    if cu_seqlens is None or cu_seqlens.shape[0] == 1:
+        return recurrence.reference(inputs, state)
+    assert inputs[0] is not None
+    bounds = checks.bounds(cu_seqlens, inputs[0].shape[1])
+    runs = [
+        recurrence.reference(
+            tuple(None if x is None else x[:, begin:end] for x in inputs),
+            tuple(s[n : n + 1] for s in state),
+        )
+        for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))
+    ]
+    finals = zip(*(final for _, final in runs))
+    return torch.cat([y for y, _ in runs], dim=1), tuple(torch.cat(parts) for parts in finals)
+
+
+class _Segment(NamedTuple):
+    rows: ChunkRows
+    rounds: Rounds
+
+
+def _segments(layout: ChunkLayout) -> list[tuple[int, int]]:
+    """(first, stop) of the rounds of every segment."""
+    found, first = [], 0
+    while first < layout.chunks:
+        rounds = max(1, SEGMENT_TOKENS // (layout.chunk * layout.active(first)))
+        stop = min(first + rounds, layout.chunks)
+        found.append((first, stop))
+        first = stop
+    return found
+
+
+def _segment(layout: ChunkLayout, first: int, stop: int) -> _Segment:
+    rows = layout.segment_rows(first, stop)
+    return _Segment(rows, Rounds([layout.active(i) for i in range(first, stop)], rows.empty))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, recurrence: Recurrence, layout: ChunkLayout, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        inputs = tensors[:count]
+        state = tuple(layout.sort(s) for s in tensors[count:] if s is not None)
+        dtype = state[0].dtype
+        flat = _flat(inputs)
+        assert flat[0] is not None
+        assert inputs[0] is not None
+        y = flat[0].new_empty(flat[0].shape[0], *recurrence.output(inputs), dtype=dtype)
+        saved: list[Tensor] = []
+        keep = any(ctx.needs_input_grad)
+        for first, stop in _segments(layout):
+            rows, rounds = _segment(layout, first, stop)
+            n = rounds.counts[0]
+            before = tuple(s[:n] for s in state)
+            if keep:
+                saved += before
+            out, after = recurrence.forward(_taken(rows, flat, dtype), before, rounds)
+            rows.put(y, out)
+            state = tuple(_replaced(old, new) for old, new in zip(state, after))
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.setting = recurrence, layout, count, len(tensors)
+        return y.view(*inputs[0].shape[:2], *y.shape[1:]), *(layout.unsort(s) for s in state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *dfinal: Tensor) -> tuple[Any, ...]:
+        recurrence, layout, count, given = ctx.setting
+        inputs, saved = ctx.saved_tensors[:count], list(ctx.saved_tensors[given:])
+        flat = _flat(inputs)
+        grads = [None if x is None else torch.empty_like(x) for x in flat]
+        dy = dy.flatten(0, 1)
+        dstate = tuple(layout.sort(d) for d in dfinal)
+        dtype = dstate[0].dtype
+        for first, stop in reversed(_segments(layout)):
+            rows, rounds = _segment(layout, first, stop)
+            n = rounds.counts[0]
+            state = tuple(saved[-len(dstate) :])
+            del saved[-len(dstate) :]
+            dinputs, before = recurrence.backward(
+                _taken(rows, flat, dtype), state, rounds,
+                rows.take(dy, dtype), tuple(d[:n] for d in dstate),
+            )  # fmt: skip
+            for whole, part in zip(grads, dinputs):
+                if whole is not None and part is not None:
+                    rows.put(whole, part)
+            dstate = tuple(_replaced(old, new) for old, new in zip(dstate, before))
+        shaped = (None if g is None else g.view_as(x) for g, x in zip(grads, inputs))
+        return None, None, None, *shaped, *(layout.unsort(d) for d in dstate)
+
+
+def _flat(inputs: Sequence[Tensor | None]) -> Inputs:
+    """One axis of tokens, contiguous."""
+    return tuple(None if x is None else x.flatten(0, 1).contiguous() for x in inputs)
+
+
+def _taken(rows: ChunkRows, flat: Inputs, dtype: torch.dtype) -> Inputs:
+    return tuple(None if x is None else rows.take(x, dtype) for x in flat)
+
+
+def _replaced(old: Tensor, new: Tensor) -> Tensor:
+    """The first rows of `old` exchanged for `new`."""
+    return new if len(new) == len(old) else torch.cat([new, old[len(new) :]])
