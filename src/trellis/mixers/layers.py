@@ -91,3 +91,14 @@ def assign_(parameter: Tensor, value: Tensor) -> None:
 def wide(x: Tensor) -> Tensor:
     """At least fp32: gates and norms are not left to half precision."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """How many sequences x [B, T, dim] holds."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def blank_state(weight: Tensor, *shape: int) -> Tensor:
+    """Zeros for a state, at least fp32, on the device of a mixer's weight."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.zeros(shape, dtype=dtype, device=weight.device)

@@ -22,7 +22,15 @@ from ..ops.memory import BACKENDS
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
 from ..ops.memory.start import MODES, VALUE_PASSES
 from .base import Mixer, at_least, check_streams, head_size
-from .layers import DecayGate, GatedNorm, RMSNorm, ShortConvolution, wide
+from .layers import (
+    DecayGate,
+    GatedNorm,
+    RMSNorm,
+    ShortConvolution,
+    blank_state,
+    sequences,
+    wide,
+)
 
 STEPS = ("sigmoid", "softplus", "constant")
 DECAYS = ("softplus", "sigmoid")
@@ -194,8 +202,7 @@ class TrellisMixer(Mixer):
     ) -> tuple[Tensor, TrellisState]:
         config = self.config
         if state is None:
-            sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            state = self.init_state(sequences)
+            state = self.init_state(sequences(x, cu_seqlens))
 
         streams: dict[str, Tensor] = {}
         tails: dict[str, Tensor | None] = {}
@@ -269,11 +276,9 @@ class TrellisMixer(Mixer):
     def _initial(
         self, learned: nn.Parameter | None, shape: tuple[int, int, int], batch: int
     ) -> Tensor:
-        weight = self.o_proj.weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if learned is None:
-            return torch.zeros(batch, *shape, dtype=dtype, device=weight.device)
-        return learned.to(dtype).expand(batch, *shape)
+            return blank_state(self.o_proj.weight, batch, *shape)
+        return wide(learned).expand(batch, *shape)
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""
