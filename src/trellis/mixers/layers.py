@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,40 @@ class ShortConvolution(nn.Module):
 
     def init_tail(self, batch: int) -> Tensor:
         return self.weight.new_zeros(batch, self.weight.shape[1] - 1, self.weight.shape[0])
+
+
+class StreamConvolutions(nn.ModuleDict):
+    """Short convolutions of some of the streams q, k and v, by name.
+
+    A mixer's state holds their tails as fields q_tail, k_tail, v_tail, None without a convolution.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], width: int):
+        super().__init__({name: ShortConvolution(size, width) for name, size in sizes.items()})
+
+    def forward(
+        self, streams: Mapping[str, Tensor], state: Any, cu_seqlens: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The streams, those with a convolution convolved, and the fields of the next state."""
+        convolved, tails = dict(streams), {}
+        for name, convolution in self._parts():
+            tail = getattr(state, f"{name}_tail")
+            convolved[name], tails[f"{name}_tail"] = convolution(streams[name], tail, cu_seqlens)
+        return convolved, tails
+
+    def init_tails(self, batch: int) -> dict[str, Tensor]:
+        """The fields of a state before the first token."""
+        return {f"{name}_tail": convolution.init_tail(batch) for name, convolution in self._parts()}
+
+    def state_size(self) -> int:
+        return sum(convolution.weight[:, 1:].numel() for _, convolution in self._parts())
+
+    def flops(self) -> int:
+        """Per token; a multiply-add counts as two."""
+        return sum(2 * convolution.weight.numel() for _, convolution in self._parts())
+
+    def _parts(self) -> Iterable[tuple[str, ShortConvolution]]:
+        return cast(Iterable[tuple[str, ShortConvolution]], self.items())
 
 
 class DecayGate(nn.Module):

@@ -26,7 +26,7 @@ from .layers import (
     DecayGate,
     GatedNorm,
     RMSNorm,
-    ShortConvolution,
+    StreamConvolutions,
     blank_state,
     sequences,
     wide,
@@ -165,8 +165,8 @@ class TrellisMixer(Mixer):
             self.beta_proj = nn.Linear(dim, gates, bias=config.decay == "sigmoid")
             if config.decay == "softplus":
                 self.decay = DecayGate(gates, config.decay_rate, config.decay_step)
-        self.convolutions = nn.ModuleDict(
-            {stream: ShortConvolution(dim, config.conv_width) for stream in config.conv_on}
+        self.convolutions = StreamConvolutions(
+            dict.fromkeys(config.conv_on, dim), config.conv_width
         )
         norm_alpha = config.normalize_alpha
         self.alpha_norm = RMSNorm(self.slots, config.norm_eps) if norm_alpha else None
@@ -204,17 +204,9 @@ class TrellisMixer(Mixer):
         if state is None:
             state = self.init_state(sequences(x, cu_seqlens))
 
-        streams: dict[str, Tensor] = {}
-        tails: dict[str, Tensor | None] = {}
-        for name, project in (("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj)):
-            stream = project(x)
-            tails[name] = None
-            if name in self.convolutions:
-                tail = getattr(state, f"{name}_tail")
-                stream, tails[name] = self.convolutions[name](stream, tail, cu_seqlens)
-            stream = wide(self._split(stream))
-            streams[name] = unit_length(stream) if name in self.normalized else stream
-        q, k, v = streams["q"], streams["k"], streams["v"]
+        projected = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
+        streams, tails = self.convolutions(projected, state, cu_seqlens)
+        q, k, v = (self._heads(name, streams[name]) for name in ("q", "k", "v"))
         alpha = self._split(self.alpha_proj(x))
         if self.alpha_norm is not None:
             alpha = self.alpha_norm(alpha)
@@ -243,7 +235,7 @@ class TrellisMixer(Mixer):
             assert final is not None
             memory = final
         y = self.out_norm(y.to(x.dtype), self._split(self.g_proj(x)))
-        return self.o_proj(y.flatten(2)), TrellisState(memory, tails["q"], tails["k"], tails["v"])
+        return self.o_proj(y.flatten(2)), TrellisState(memory, **tails)
 
     def init_state(self, batch: int) -> TrellisState:
         memory = MemoryState(
@@ -253,25 +245,19 @@ class TrellisMixer(Mixer):
         if self.config.mode == "stale" and self.config.minibatch > 1:
             offset = torch.zeros(batch, dtype=torch.long, device=memory.keys.device)
             memory = MemoryState(memory.keys, memory.values, memory.keys, memory.values, offset)
-        tails = {}
-        for name, convolution in self.convolutions.items():
-            assert isinstance(convolution, ShortConvolution)
-            tails[f"{name}_tail"] = convolution.init_tail(batch)
-        return TrellisState(memory, **tails)
+        return TrellisState(memory, **self.convolutions.init_tails(batch))
 
     def state_size(self, tokens: int | None = None) -> float:
         memories = self.heads * self.slots * self.head * 2
         if self.config.mode == "stale" and self.config.minibatch > 1:
             memories = 2 * memories + 1  # the anchors and the offset
-        reach = max(self.config.conv_width - 1, 0)
-        return memories + len(self.convolutions) * reach * self.heads * self.head
+        return memories + self.convolutions.state_size()
 
     def flops(self, context: int) -> float:
         # Either pass multiplies its memory by two vectors (the key, the query) and adds an outer
         # product, after scaling the memory by the forget gate.
         passes = 2 * self.heads * self.slots * self.head * (3 * 2 + 1)
-        convolutions = len(self.convolutions) * 2 * self.config.conv_width * self.heads * self.head
-        return passes + convolutions
+        return passes + self.convolutions.flops()
 
     def _initial(
         self, learned: nn.Parameter | None, shape: tuple[int, int, int], batch: int
@@ -279,6 +265,10 @@ class TrellisMixer(Mixer):
         if learned is None:
             return blank_state(self.o_proj.weight, batch, *shape)
         return wide(learned).expand(batch, *shape)
+
+    def _heads(self, name: str, stream: Tensor) -> Tensor:
+        stream = wide(self._split(stream))
+        return unit_length(stream) if name in self.normalized else stream
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""
