@@ -2,10 +2,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FLA_VENV := .venv-fla
+FLA_STAMP := $(FLA_VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-slow test-sanitize lint format typecheck wheel bench clean
+.PHONY: setup demo test test-parity test-slow test-sanitize lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -20,6 +22,17 @@ demo: setup
 # Two processes of one thread each: most tests are too small to share among threads.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
+
+# Every mixer against independent implementations; nothing may skip. flash-linear-attention has an
+# environment of its own: where it is installed, transformers takes its GPU kernels, on a CPU too.
+test-parity: setup $(FLA_STAMP)
+	TRELLIS_NO_SKIPS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity -m "not fla"
+	TRELLIS_NO_SKIPS=1 OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/parity -m fla
+
+$(FLA_STAMP): pyproject.toml constraints.txt Makefile
+	test -x $(FLA_VENV)/bin/python || $(PYTHON) -m venv $(FLA_VENV)
+	$(FLA_VENV)/bin/python -m pip install --quiet -e '.[parity]'
+	touch $(FLA_STAMP)
 
 # What takes longer, such as the wheel in a clean environment.
 test-slow: setup
@@ -57,4 +70,4 @@ bench: setup
 	$(BIN)/python benchmarks/stream.py --figure docs/figures/stream.png
 
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(FLA_VENV) dist build

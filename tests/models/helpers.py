@@ -1,12 +1,11 @@
 import torch
 
 from trellis import TrellisConfig, TrellisForCausalLM
+from trellis.mixers import MIXERS
 
 #: Stacks that the model tests run over.
-STACKS = {
-    "trellis": {"mixer": "trellis"},
+STACKS = {name: {"mixer": name} for name in MIXERS} | {
     "trellis stale": {"mixer": "trellis", "mixer_config": {"mode": "stale", "minibatch": 8}},
-    "transformer": {"mixer": "transformer"},
     "hybrid": {
         "mixer": ["trellis", "trellis", "transformer"],
         "mixer_config": {"transformer": {"window": 7}},

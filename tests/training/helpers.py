@@ -32,6 +32,7 @@ def make_corpus(folder, documents=12, **options):
     """A byte corpus of the fixed text, cut into documents."""
     lines = TEXT.read_text().splitlines(keepends=True)
     size = len(lines) // documents + 1
+    folder.mkdir(exist_ok=True)
     source = folder / "source.jsonl"
     parts = ["".join(lines[i : i + size]) for i in range(0, len(lines), size)]
     source.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))

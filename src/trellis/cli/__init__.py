@@ -14,7 +14,9 @@ from . import bench, data, models, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data.app, name="data")
-for command in (train.train, train.generate, train.export, train.plot, models.models):
+for command in (
+    train.train, train.compare, train.generate, train.export, train.plot, models.models,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

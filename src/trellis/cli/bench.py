@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .options import numbers
+
 app = typer.Typer(no_args_is_help=True, help="Time and memory beside peers, in one run.")
 Out = Annotated[Path | None, typer.Option(help="Folder for a JSON file and a figure.")]
 Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
@@ -26,7 +28,7 @@ def bench_ops(
     from ..bench import ops
 
     _set_threads(threads)
-    result = ops.run(_numbers("lengths", lengths), _numbers("contexts", contexts), memory, rounds,
+    result = ops.run(numbers("lengths", lengths), numbers("contexts", contexts), memory, rounds,
                      typer.echo)  # fmt: skip
     if out is not None:
         _keep(out, "bench-ops", result, ops.draw)
@@ -45,7 +47,7 @@ def bench_model(
     from ..bench import model
 
     _set_threads(threads)
-    result = model.run(preset, _numbers("lengths", lengths), _numbers("contexts", contexts),
+    result = model.run(preset, numbers("lengths", lengths), numbers("contexts", contexts),
                        rounds, typer.echo)  # fmt: skip
     if out is not None:
         _keep(out, "bench-model", result, None)
@@ -56,16 +58,6 @@ def _set_threads(threads: int) -> None:
 
     if threads:
         torch.set_num_threads(threads)
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise ValueError(f"--{name} must be whole numbers separated by commas; got {text!r}")
-    return found
 
 
 def _keep(folder: Path, name: str, result: dict[str, Any], draw: Any) -> None:

@@ -1,4 +1,4 @@
-"""`trellis train`, `generate`, `export` and `plot`."""
+"""`trellis train`, `compare`, `generate`, `export` and `plot`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 Run = Annotated[Path, typer.Argument(help="A run's folder, or one that `trellis export` wrote.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value, in place of the recipe's.")
+]
 Step = Annotated[int | None, typer.Option(help="The checkpoint of this step; default: newest.")]
 
 
@@ -17,9 +20,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; default: runs/NAME of the recipe.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value, in place of the recipe's.")
-    ] = None,
+    settings: Settings = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False,
 ) -> None:
     """Train a model by a recipe; under torchrun, on several processes."""
@@ -42,6 +43,31 @@ def train(
         run = out or Path("runs") / recipe.stem
     try:
         train_run(chosen, run, resume)
+    except TrainingStopped as error:
+        sys.exit(f"trellis: {error}")
+
+
+def compare(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml).")],
+    mixers: Annotated[str, typer.Option(help="Names separated by commas; default: all.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="The runs' folder; default: runs/NAME of the recipe.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Train several mixers by one recipe, with equal parameters on the same tokens."""
+    from ..mixers import MIXERS
+    from ..mixers.registry import check_name
+    from ..training.comparison import compare as compare_runs
+    from ..training.loop import TrainingStopped
+    from ..training.recipe import load_recipe
+
+    names = [name.strip() for name in mixers.split(",")] if mixers else list(MIXERS)
+    for name in names:
+        check_name(name)
+    chosen = load_recipe(recipe, settings or ())
+    try:
+        compare_runs(chosen, names, out or Path("runs") / recipe.stem, typer.echo)
     except TrainingStopped as error:
         sys.exit(f"trellis: {error}")
 

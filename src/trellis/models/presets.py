@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..mixers import Mixer
 from .config import TrellisConfig, default_mlp_width
+from .flops import forward_flops
 from .modeling import TrellisForCausalLM
 
 #: blocks, width, heads. The paper does not give the 1B shape; this one is ours.
@@ -56,9 +58,13 @@ class Description(NamedTuple):
     parameters: int
     embeddings: int
     state_bytes: int | None  # fp32, of one sequence; None: grows with what is read
+    growth_bytes: int  # of the state with a token, after some tokens
+    flops: list[float]  # per token, forward, on average over each context
 
 
-def describe(name: str, mixer_name: str, **overrides: Any) -> Description:
+def describe(
+    name: str, mixer_name: str, contexts: Sequence[int] = (), **overrides: Any
+) -> Description:
     """What a preset comes to with a mixer."""
     config = preset(name, mixer_name, **overrides)
     model = _weightless(config)
@@ -72,6 +78,8 @@ def describe(name: str, mixer_name: str, **overrides: Any) -> Description:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         embeddings=model.model.embed_tokens.weight.numel(),
         state_bytes=None if math.isinf(numbers) else int(4 * numbers),
+        growth_bytes=int(4 * sum(m.state_size(2000) - m.state_size(1999) for m in mixers)),
+        flops=[forward_flops(model, context) for context in contexts],
     )
 
 

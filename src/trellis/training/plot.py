@@ -8,8 +8,12 @@ from typing import Any
 from .metrics import read_metrics
 
 
-def draw_losses(runs: list[Path], out: Path) -> dict[str, dict[str, Any]]:
+def draw_losses(
+    runs: list[Path], out: Path, levels: dict[str, float] | None = None
+) -> dict[str, dict[str, Any]]:
     """Draw the training and validation loss of runs over tokens to a PNG; return what was drawn.
+
+    `levels` are losses to compare with, drawn as lines across.
 
     Raises:
         FileNotFoundError: a run has no metrics.
@@ -28,6 +32,8 @@ def draw_losses(runs: list[Path], out: Path) -> dict[str, dict[str, Any]]:
         if curve["validation"][0]:
             label = "validation" if number == len(runs) - 1 else None
             axes.plot(*curve["validation"], "o--", color=colour, markersize=4, label=label)
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color="black", linewidth=1, linestyle=":", label=name)
     axes.set(xlabel="training tokens", ylabel="loss, nats per token", title="Loss")
     axes.grid(alpha=0.3)
     axes.legend()
