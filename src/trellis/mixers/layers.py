@@ -35,20 +35,23 @@ class GatedNorm(RMSNorm):
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution, then SiLU. Its state is the tail, [N, width - 1, dim]."""
 
-    def __init__(self, dim: int, width: int):
+    def __init__(self, dim: int, width: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, width))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(
         self, x: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return causal_convolution(
-            x, self.weight, tail=tail, cu_seqlens=cu_seqlens, activation="silu"
+            x, self.weight, bias=self.bias, tail=tail, cu_seqlens=cu_seqlens, activation="silu"
         )
 
     def init_tail(self, batch: int) -> Tensor:

@@ -18,25 +18,27 @@ both_activations = pytest.mark.parametrize("activation", ["identity", "silu"])
 def reference_of(activation, bounds=None):
     """The definition, for a batch, or sequence by sequence for a pack."""
 
-    def convolved(x, weight, tail):
+    def convolved(x, weight, bias, tail):
         if bounds is None:
-            return causal_convolution_reference(x, weight, tail)
+            return causal_convolution_reference(x, weight, bias, tail)
         runs = [
-            causal_convolution_reference(x[:, begin:end], weight, tail[n : n + 1])
+            causal_convolution_reference(x[:, begin:end], weight, bias, tail[n : n + 1])
             for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))
         ]
         return torch.cat([y for y, _ in runs], dim=1), torch.cat([t for _, t in runs])
 
-    def whole(x, weight, tail):
-        y, after = convolved(x, weight, tail)
+    def whole(x, weight, tail, bias=None):
+        y, after = convolved(x, weight, bias, tail)
         return F.silu(y) if activation == "silu" else y, after
 
     return whole
 
 
 def op(activation, bounds=None):
-    def whole(x, weight, tail):
-        return causal_convolution(x, weight, tail=tail, cu_seqlens=bounds, activation=activation)
+    def whole(x, weight, tail, bias=None):
+        return causal_convolution(
+            x, weight, bias=bias, tail=tail, cu_seqlens=bounds, activation=activation
+        )
 
     return whole
 
@@ -52,8 +54,11 @@ def test_packed_and_plain_equal_the_reference(activation, lengths, width, channe
     weight = normal(channels, width, seed=1)
     tail = normal(len(lengths), width - 1, channels, seed=2)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    check_against(reference_of(activation, bounds), op(activation, bounds), (x, weight, tail))
-    check_against(reference_of(activation), op(activation), (x, weight, tail[:1]))
+    bias = normal(channels, seed=3)
+    for more in ((), (bias,)):
+        leaves = (x, weight, tail, *more)
+        check_against(reference_of(activation, bounds), op(activation, bounds), leaves)
+        check_against(reference_of(activation), op(activation), (x, weight, tail[:1], *more))
 
 
 @both_activations
@@ -61,9 +66,10 @@ def test_packed_and_plain_equal_the_reference(activation, lengths, width, channe
 def test_sequences_of_several_parts(activation, lengths):
     """The kernel computes 64 tokens at a time: what crosses a part must not be lost."""
     x, weight = normal(1, sum(lengths), 21), normal(21, 4, seed=1)
-    tail = normal(len(lengths), 3, 21, seed=2)
+    tail, bias = normal(len(lengths), 3, 21, seed=2), normal(21, seed=3)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    check_against(reference_of(activation, bounds), op(activation, bounds), (x, weight, tail))
+    leaves = (x, weight, tail, bias)
+    check_against(reference_of(activation, bounds), op(activation, bounds), leaves)
 
 
 @both_activations
@@ -89,9 +95,9 @@ def test_strided_inputs():
 
 
 def test_equals_conv1d():
-    x, weight = torch.randn(2, 9, 3), torch.randn(3, 4)
-    y, _ = causal_convolution(x, weight)
-    expected = F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=3).mT
+    x, weight, bias = torch.randn(2, 9, 3), torch.randn(3, 4), torch.randn(3)
+    y, _ = causal_convolution(x, weight, bias=bias)
+    expected = F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], bias, groups=3).mT
     assert relative_rms(y, expected) < 1e-6
 
 
@@ -127,6 +133,11 @@ def test_the_activation_is_checked():
 def test_the_width_is_checked():
     with pytest.raises(ValueError, match=r"weight must be at least 1 wide; got shape \[3, 0\]"):
         causal_convolution(torch.ones(1, 2, 3), torch.ones(3, 0))
+
+
+def test_the_bias_is_checked():
+    with pytest.raises(ValueError, match=r"bias must have shape \[D\] = \[3\]; got \[2\]"):
+        causal_convolution(torch.ones(1, 2, 3), torch.ones(3, 4), bias=torch.ones(2))
 
 
 def test_silu_at_the_end_of_the_numbers_is_as_in_torch():

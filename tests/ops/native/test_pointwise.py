@@ -25,13 +25,17 @@ from trellis.ops.norms import library as norms
 BOUNDS = torch.tensor([0, 70, 70, 75, 150])
 
 
-def packed(x, weight, tail):
-    return causal_convolution(x, weight, tail=tail, cu_seqlens=BOUNDS, activation="silu")
+def packed(x, weight, tail, bias=None):
+    return causal_convolution(x, weight, bias=bias, tail=tail, cu_seqlens=BOUNDS, activation="silu")
 
 
 #: name -> (function, its leaves)
 OPS = {
     "convolution": (packed, (normal(1, 150, 21), normal(21, 4, seed=1), normal(4, 3, 21, seed=2))),
+    "convolution with bias": (
+        packed,
+        (normal(1, 150, 21), normal(21, 4, seed=1), normal(4, 3, 21, seed=2), normal(21, seed=3)),
+    ),
     "unit_length": (unit_length, (normal(50, 3, 21),)),
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-6), (normal(50, 3, 21), normal(21))),
     "gated_norm": (
@@ -181,7 +185,8 @@ def test_registered_operators_keep_torchs_rules():
     torch.library.opcheck(norms.norm, (leaf(3, 5, 4), torch.ones(4), leaf(3, 5, 4), 0.25, 1e-6))
     torch.library.opcheck(norms.norm, (leaf(3, 5, 4), None, None, 1.0, 1e-6))
     torch.library.opcheck(gates.silu_product, (leaf(3, 4), leaf(3, 4)))
-    given = (leaf(1, 9, 5), leaf(5, 4), leaf(2, 3, 5), torch.tensor([0, 2, 9]), True)
-    torch.library.opcheck(convolution.convolution, given)
+    for bias in (None, torch.randn(5, requires_grad=True)):
+        given = (leaf(1, 9, 5), leaf(5, 4), bias, leaf(2, 3, 5), torch.tensor([0, 2, 9]), True)
+        torch.library.opcheck(convolution.convolution, given)
     given = (torch.randn(4, 6), torch.tensor([0, 5, -100, 2]), True, -100)
     torch.library.opcheck(cross_entropy.cross_entropy_, given)

@@ -15,19 +15,24 @@ WIDEST = 16
 
 @torch.library.custom_op("trellis::convolution", mutates_args=(), device_types="cpu")
 def convolution(
-    x: Tensor, weight: Tensor, tail: Tensor, cu_seqlens: Tensor | None, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor,
+    cu_seqlens: Tensor | None,
+    silu: bool,
 ) -> tuple[Tensor, Tensor]:
     """y like x, and the new tail; the arguments are those of causal_convolution."""
     x, tail = x.contiguous(), tail.contiguous()
     y, final = blank_like(x), blank_like(tail)
     bounds = _bounds(x, cu_seqlens)
-    rows = weight.T.contiguous()
-    run("convolution", x, rows, tail, bounds, y, final, *_sizes(weight, tail), int(silu))
+    rows, bias = weight.T.contiguous(), None if bias is None else bias.contiguous()
+    run("convolution", x, rows, bias, tail, bounds, y, final, *_sizes(weight, tail), int(silu))
     return y, final
 
 
 @convolution.register_fake
-def _(x, weight, tail, cu_seqlens, silu):
+def _(x, weight, bias, tail, cu_seqlens, silu):
     return x.new_empty(x.shape), tail.new_empty(tail.shape)
 
 
@@ -37,24 +42,27 @@ def convolution_backward(
     dfinal: Tensor,
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     tail: Tensor,
     cu_seqlens: Tensor | None,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias (empty if there is none) and tail."""
     dy, dfinal, x, tail = (t.contiguous() for t in (dy, dfinal, x, tail))
     dx, dweight, dtail = (blank_like(t) for t in (x, weight, tail))
+    dbias = x.new_empty(0 if bias is None else bias.shape)
     bounds = _bounds(x, cu_seqlens)
-    rows = weight.T.contiguous()
+    rows, bias = weight.T.contiguous(), None if bias is None else bias.contiguous()
     run(
-        "convolution_backward", dy, dfinal, x, rows, tail, bounds, dx, dweight, dtail,
+        "convolution_backward", dy, dfinal, x, rows, bias, tail, bounds, dx, dweight, dbias, dtail,
         *_sizes(weight, tail), int(silu),
     )  # fmt: skip
-    return dx, dweight, dtail
+    return dx, dweight, dbias, dtail
 
 
 @convolution_backward.register_fake
-def _(dy, dfinal, x, weight, tail, cu_seqlens, silu):
-    return tuple(t.new_empty(t.shape) for t in (x, weight, tail))
+def _(dy, dfinal, x, weight, bias, tail, cu_seqlens, silu):
+    return tuple(x.new_empty(0 if t is None else t.shape) for t in (x, weight, bias, tail))
 
 
 def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -76,7 +84,9 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy, dfinal):
-    return (*convolution_backward(dy, dfinal, *ctx.saved_tensors, ctx.silu), None, None)
+    tensors = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
+    dx, dweight, dbias, dtail = convolution_backward(dy, dfinal, *tensors, ctx.silu)
+    return dx, dweight, None if tensors[2] is None else dbias, dtail, None, None
 
 
 convolution.register_autograd(_backward, setup_context=_setup)

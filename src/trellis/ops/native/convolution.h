@@ -1,4 +1,4 @@
-// y_t = act(sum over j of weight[j] x_{t-W+1+j}), channel by channel, act the identity or SiLU.
+// y_t = act(bias + sum over j of weight[j] x_{t-W+1+j}), by channel, act the identity or SiLU.
 // Sequences lie one behind the other; before its first token each has a tail of W-1 inputs.
 #pragma once
 #include <omp.h>
@@ -8,8 +8,8 @@
 constexpr int64_t WIDEST_WINDOW = 16;
 
 struct Convolution {
-  const float *x, *weight, *tail;  // [rows][D], [W][D], [N][W-1][D]
-  const int64_t* bounds;           // [N+1], the first row of every sequence
+  const float *x, *weight, *bias, *tail;  // [rows][D], [W][D], [D] or null, [N][W-1][D]
+  const int64_t* bounds;                  // [N+1], the first row of every sequence
   int64_t sequences, channels, width;
   bool silu;
 
@@ -43,7 +43,7 @@ struct Convolution {
 
   template <class Lanes>
   INLINE vf at(const Convolution& c, const float* const* rows, int64_t i, Lanes lanes) {
-    vf z{};
+    vf z = c.bias ? load(c.bias + i, lanes) : vf{};
     for (int64_t j = 0; j < c.width; j++)
       z += load(c.weight + j * c.channels + i, lanes) * load(rows[j] + i, lanes);
     return z;
@@ -68,7 +68,7 @@ struct Convolution {
           final + (n * reach() + j) * channels, input(n, length(n) - reach() + j), 4 * channels);
   }
 
-  // dz: room for PART + W-1 rows. dweight [W][D] is added to.
+  // dz: room for PART + W-1 rows. dweight [W][D] is added to, and behind it dbias [D] if there is one.
   void backward(
       const Part& part, const float* dy, const float* dfinal, float* dx, float* dtail,
       float* dweight, float* dz) const {
@@ -86,11 +86,15 @@ struct Convolution {
           g *= s + z * s * (1.f - s);
         }
         store(out + i, g, lanes);
-        if (own)
-          for (int64_t j = 0; j < width; j++) {
-            float* w = dweight + j * channels + i;
-            store(w, load(w, lanes) + g * load(rows[j] + i, lanes), lanes);
-          }
+        if (!own) return;
+        for (int64_t j = 0; j < width; j++) {
+          float* w = dweight + j * channels + i;
+          store(w, load(w, lanes) + g * load(rows[j] + i, lanes), lanes);
+        }
+        if (bias) {
+          float* b = dweight + width * channels + i;
+          store(b, load(b, lanes) + g, lanes);
+        }
       });
     }
     // The gradient of the input at token t: of the outputs that saw it, and of the final tail.
@@ -121,10 +125,10 @@ static void convolution_forward(const Convolution& c, float* y, float* final, in
 
 static void convolution_backward(
     const Convolution& c, const float* dy, const float* dfinal, float* dx, float* dtail,
-    float* dweight, int64_t threads) {
+    float* dweight, float* dbias, int64_t threads) {
   const std::vector<Convolution::Part> parts = c.parts();
   const Blocks blocks(parts.size(), 1);
-  Partial partial(blocks.count, c.width * c.channels);
+  Partial partial(blocks.count, (c.width + (c.bias != nullptr)) * c.channels);
   const int64_t room = (Convolution::PART + c.reach()) * c.channels;
   std::vector<float> dz(threads * room);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -132,7 +136,9 @@ static void convolution_backward(
     for (int64_t i = blocks.from(b); i < blocks.to(b); i++)
       c.backward(
           parts[i], dy, dfinal, dx, dtail, partial.row(b), dz.data() + omp_get_thread_num() * room);
-  for (int64_t d = 0; d < c.channels; d++)
+  for (int64_t d = 0; d < c.channels; d++) {
     for (int64_t j = 0; j < c.width; j++)
       dweight[d * c.width + j] = partial.total(j * c.channels + d);
+    if (c.bias) dbias[d] = partial.total(c.width * c.channels + d);
+  }
 }

@@ -54,22 +54,24 @@ int trellis_silu_product_backward(
   return 0;
 }
 
-// x, y [rows][D]; weight [W][D]; tail, final [N][W-1][D]; bounds [N+1].
+// x, y [rows][D]; weight [W][D]; bias [D] or null; tail, final [N][W-1][D]; bounds [N+1].
 int trellis_convolution(
-    const float* x, const float* weight, const float* tail, const int64_t* bounds, float* y,
-    float* final, int64_t sequences, int64_t channels, int64_t width, int64_t silu,
-    int64_t threads) {
-  const Convolution c = {x, weight, tail, bounds, sequences, channels, width, silu != 0};
+    const float* x, const float* weight, const float* bias, const float* tail,
+    const int64_t* bounds, float* y, float* final, int64_t sequences, int64_t channels,
+    int64_t width, int64_t silu, int64_t threads) {
+  const Convolution c = {x, weight, bias, tail, bounds, sequences, channels, width, silu != 0};
   return guarded([&] { convolution_forward(c, y, final, threads); });
 }
 
 // dweight [D][W], unlike weight.
 int trellis_convolution_backward(
-    const float* dy, const float* dfinal, const float* x, const float* weight, const float* tail,
-    const int64_t* bounds, float* dx, float* dweight, float* dtail, int64_t sequences,
-    int64_t channels, int64_t width, int64_t silu, int64_t threads) {
-  const Convolution c = {x, weight, tail, bounds, sequences, channels, width, silu != 0};
-  return guarded([&] { convolution_backward(c, dy, dfinal, dx, dtail, dweight, threads); });
+    const float* dy, const float* dfinal, const float* x, const float* weight, const float* bias,
+    const float* tail, const int64_t* bounds, float* dx, float* dweight, float* dbias,
+    float* dtail, int64_t sequences, int64_t channels, int64_t width, int64_t silu,
+    int64_t threads) {
+  const Convolution c = {x, weight, bias, tail, bounds, sequences, channels, width, silu != 0};
+  return guarded(
+      [&] { convolution_backward(c, dy, dfinal, dx, dtail, dweight, dbias, threads); });
 }
 
 // logits [rows][n] become their gradient if `gradient` is not 0; target, loss [rows].
