@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.test_cli import run
-from trellis.bench import measure, ops, peers
+from trellis.bench import measure, mixers, ops, peers
+from trellis.mixers import MIXERS
 
 
 @pytest.mark.parametrize("name", peers.ALL)
@@ -19,6 +20,8 @@ def test_every_op_runs_forward_and_backward(name):
 def test_bench_ops_prints_tables_and_writes_files(tmp_path, monkeypatch):
     few = ["SDPA causal", "trellis exact, native"]
     monkeypatch.setattr(peers, "ALL", {name: peers.ALL[name] for name in few})
+    monkeypatch.setattr(mixers, "WIDTH", 64)
+    monkeypatch.setattr(mixers, "HEADS", 2)
     lines = []
     result = ops.run([32, 64], [16], 64, 1, lines.append)
     ops.draw(result, tmp_path / "bench.png")
@@ -28,6 +31,8 @@ def test_bench_ops_prints_tables_and_writes_files(tmp_path, monkeypatch):
         (t, p, n) for t in (32, 64) for p in ("forward", "forward+backward") for n in few
     }
     assert {row["op"] for row in result["memory"]} == set(few)
+    peer_names = {f"{name} (transformers)" for name in mixers.PEERS if name in MIXERS}
+    assert {row["mixer"] for row in result["mixers"]} == set(MIXERS) | peer_names
     text = "\n".join(lines)
     assert "of the GEMM rate" in text
     assert "threads" in text

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from .. import machine
 from ..ops import MemoryState, trellis_memory_step
-from . import measure, peers
+from . import measure, mixers, peers
 
 #: Peers whose time would grow beyond reason are left out past so many tokens.
 LONGEST = {"SDPA causal": 16384, "trellis exact, chunked": 8192}
@@ -65,6 +65,7 @@ def run(
                 result["times"].append(
                     {"T": tokens, "pass": what, "op": name, "seconds": timing.times}
                 )
+    result["mixers"] = mixers.run(lengths, rounds, report)
     result["alone"] = _alone(sizes, lengths, rate, rounds, report)
     result["decoding"] = _decoding(contexts, rounds, report)
     result["memory"] = _memory(memory_tokens, report)

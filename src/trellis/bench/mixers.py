@@ -1,0 +1,110 @@
+"""Whole mixers in turn, forward and backward, beside the layers that transformers has."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mixers import MIXERS, build_mixer
+from . import measure
+
+WIDTH, HEADS, BATCH = 768, 12, 2
+
+#: What is timed: a function of the input [B, T, WIDTH], and the module whose gradients it leaves.
+Layer = tuple[Callable[[Tensor], Tensor], nn.Module]
+
+
+def ours(name: str) -> Layer:
+    mixer = build_mixer(name, WIDTH, HEADS)
+    return lambda x: mixer(x)[0], mixer
+
+
+def llama_attention() -> Layer:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=HEADS,
+        max_position_embeddings=2**20,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    layer, rotary = LlamaAttention(config, layer_idx=0), LlamaRotaryEmbedding(config)
+
+    def call(x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])[None]
+        return layer(x, position_embeddings=rotary(x, places))[0]
+
+    return call, layer
+
+
+def mamba2_layer() -> Layer:
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    config = Mamba2Config(
+        hidden_size=WIDTH, expand=2, head_dim=64, num_heads=2 * WIDTH // 64, state_size=128,
+        n_groups=1, num_hidden_layers=1,
+    )  # fmt: skip
+    layer = Mamba2Mixer(config, layer_idx=0)
+    return layer, layer
+
+
+def gated_delta_net_layer() -> Layer:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    size = WIDTH // HEADS
+    config = Qwen3NextConfig(
+        hidden_size=WIDTH, linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
+        linear_key_head_dim=size, linear_value_head_dim=size, num_hidden_layers=1,
+    )  # fmt: skip
+    layer = Qwen3NextGatedDeltaNet(config, layer_idx=0)
+    return layer, layer
+
+
+#: mixer -> the layer of transformers that is the same
+PEERS: dict[str, Callable[[], Layer]] = {
+    "transformer": llama_attention,
+    "mamba2": mamba2_layer,
+    "gated_delta_net": gated_delta_net_layer,
+}
+
+
+def run(lengths: list[int], rounds: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Times of every mixer, and of its peer where transformers has one."""
+    report(f"\nWhole mixers, width {WIDTH}, B={BATCH}, forward+backward\n")
+    report("| T | mixer | median (range) | the same in transformers | this / transformers |")
+    report("|---|---|---|---|---|")
+    layers = {name: ours(name) for name in MIXERS}
+    if importlib.util.find_spec("transformers") and not importlib.util.find_spec("fla"):
+        layers |= {_peer(name): make() for name, make in PEERS.items() if name in MIXERS}
+    rows = []
+    for tokens in lengths:
+        x = torch.randn(BATCH, tokens, WIDTH)
+        calls = {name: _both_ways(layer, x) for name, layer in layers.items()}
+        timings = measure.alternate(calls, rounds)
+        for name in MIXERS:
+            peer = timings.get(_peer(name))
+            ratio = f"{timings[name].median / peer.median:.2f}" if peer else ""
+            report(f"| {tokens} | {name} | {timings[name]} | {peer or ''} | {ratio} |")
+        rows += [{"T": tokens, "mixer": n, "seconds": t.times} for n, t in timings.items()]
+    return rows
+
+
+def _peer(name: str) -> str:
+    return f"{name} (transformers)"
+
+
+def _both_ways(layer: Layer, x: Tensor) -> Callable[[], None]:
+    function, module = layer
+
+    def call() -> None:
+        module.zero_grad()
+        y = function(x)
+        y.backward(torch.ones_like(y))
+
+    return call
