@@ -1,0 +1,3 @@
+from .interface import LinearAttentionState, linear_attention
+
+__all__ = ["LinearAttentionState", "linear_attention"]
