@@ -2,6 +2,7 @@
 
 from .convolution import causal_convolution
 from .cross_entropy import cross_entropy_
+from .delta_rule import delta_rule
 from .gates import silu_product
 from .memory import MemoryState, PassState, compress, trellis_memory, trellis_memory_step
 from .norms import gated_norm, rms_norm, unit_length
@@ -12,6 +13,7 @@ __all__ = [
     "causal_convolution",
     "compress",
     "cross_entropy_",
+    "delta_rule",
     "gated_norm",
     "rms_norm",
     "silu_product",
