@@ -1,0 +1,3 @@
+from .interface import TTTState, ttt_linear
+
+__all__ = ["TTTState", "ttt_linear"]
