@@ -22,6 +22,12 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     "trellis learned start": ("trellis", {"phi": "ln_silu", "slots": 24}),
     "trellis lms": ("trellis", {"lms_step": True, "step": "softplus", "conv_width": 0}),
     "trellis without gate": ("trellis", {"forget_gate": False, "step": "constant", "heads": 4}),
+    "delta net with gate": (
+        "delta_net",
+        {"use_gate": True, "conv_on": ["k"], "allow_neg_eigval": True},
+    ),
+    "gated delta net wide": ("gated_delta_net", {"heads": 4, "expand_v": 1.5, "use_gate": False}),
+    "gated delta net without convolution": ("gated_delta_net", {"conv_width": 0}),
     "transformer window": ("transformer", {"window": 5}),
     "transformer window of one": ("transformer", {"window": 1}),
 }

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Mixer
+from .delta_net import DeltaNetMixer, DeltaNetMixerConfig, GatedDeltaNetMixerConfig
 from .transformer import TransformerMixer, TransformerMixerConfig
 from .trellis import TrellisMixer, TrellisMixerConfig
 
@@ -15,6 +16,8 @@ from .trellis import TrellisMixer, TrellisMixerConfig
 MIXERS: dict[str, tuple[type, type[Mixer]]] = {
     "trellis": (TrellisMixerConfig, TrellisMixer),
     "transformer": (TransformerMixerConfig, TransformerMixer),
+    "delta_net": (DeltaNetMixerConfig, DeltaNetMixer),
+    "gated_delta_net": (GatedDeltaNetMixerConfig, DeltaNetMixer),
 }
 
 
