@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Mixer", "State", "at_least", "check_streams", "head_size", "names_without_weight_decay"]
+__all__ = [
+    "Mixer",
+    "State",
+    "at_least",
+    "check_streams",
+    "even_head_size",
+    "head_size",
+    "names_without_weight_decay",
+]
 
 #: A NamedTuple of tensors, of None and of further such tuples. The first dimension of every
 #: tensor counts sequences, so that a cache can select, repeat and save states of any mixer.
@@ -80,3 +88,8 @@ def head_size(dim: int, heads: int) -> int:
     if dim % heads:
         raise ValueError(f"heads must divide the width, {dim}; got {heads}")
     return dim // heads
+
+
+def even_head_size(size: int) -> None:
+    if size % 2:
+        raise ValueError(f"rotary positions need an even head size; got {size}")

@@ -33,10 +33,11 @@ class GatedNorm(RMSNorm):
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution, then SiLU. Its state is the tail, [N, width - 1, dim]."""
+    """Causal depthwise convolution and activation. Its state is the tail, [N, width - 1, dim]."""
 
-    def __init__(self, dim: int, width: int, bias: bool = False):
+    def __init__(self, dim: int, width: int, bias: bool = False, activation: str = "silu"):
         super().__init__()
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(dim, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.reset_parameters()
@@ -51,8 +52,9 @@ class ShortConvolution(nn.Module):
         self, x: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return causal_convolution(
-            x, self.weight, bias=self.bias, tail=tail, cu_seqlens=cu_seqlens, activation="silu"
-        )
+            x, self.weight, bias=self.bias, tail=tail, cu_seqlens=cu_seqlens,
+            activation=self.activation,
+        )  # fmt: skip
 
     def init_tail(self, batch: int) -> Tensor:
         return self.weight.new_zeros(batch, self.weight.shape[1] - 1, self.weight.shape[0])
@@ -64,8 +66,11 @@ class StreamConvolutions(nn.ModuleDict):
     A mixer's state holds their tails as fields q_tail, k_tail, v_tail, None without a convolution.
     """
 
-    def __init__(self, sizes: Mapping[str, int], width: int):
-        super().__init__({name: ShortConvolution(size, width) for name, size in sizes.items()})
+    def __init__(self, sizes: Mapping[str, int], width: int, **options: Any):
+        """options: of every ShortConvolution."""
+        super().__init__(
+            {name: ShortConvolution(size, width, **options) for name, size in sizes.items()}
+        )
 
     def forward(
         self, streams: Mapping[str, Tensor], state: Any, cu_seqlens: Tensor | None
@@ -95,15 +100,21 @@ class StreamConvolutions(nn.ModuleDict):
 class DecayGate(nn.Module):
     """log_beta = -exp(A_log) softplus(x + dt_bias), at most 0: the gate of Mamba2.
 
-    exp(A_log) starts uniform in `rate`, softplus(dt_bias) log-uniform in `step`. Neither is
-    subject to weight decay: `no_weight_decay` names them for optimizers.
+    exp(A_log) starts uniform in `rate`, softplus(dt_bias) log-uniform in `step` and not below
+    `floor`. Neither is subject to weight decay: `no_weight_decay` names them for optimizers.
     """
 
     no_weight_decay = ("A_log", "dt_bias")
 
-    def __init__(self, heads: int, rate: tuple[float, float], step: tuple[float, float]):
+    def __init__(
+        self,
+        heads: int,
+        rate: tuple[float, float],
+        step: tuple[float, float],
+        floor: float = 0.0,
+    ):
         super().__init__()
-        self.rate, self.step = rate, step
+        self.rate, self.step, self.floor = rate, step, floor
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
@@ -113,12 +124,34 @@ class DecayGate(nn.Module):
         low, high = self.rate
         rates = torch.empty(self.A_log.shape, device=self.A_log.device).uniform_(low, high)
         low, high = (math.log(bound) for bound in self.step)
-        steps = torch.empty_like(rates).uniform_(low, high).exp()
+        steps = torch.empty_like(rates).uniform_(low, high).exp().clamp(min=self.floor)
         assign_(self.A_log, rates.log())
         assign_(self.dt_bias, steps + torch.log(-torch.expm1(-steps)))  # softplus's inverse
 
     def forward(self, x: Tensor) -> Tensor:
-        return -wide(self.A_log).exp() * F.softplus(wide(x) + wide(self.dt_bias))
+        return self.log_decay(self.steps(x))
+
+    def steps(self, x: Tensor) -> Tensor:
+        return F.softplus(wide(x) + wide(self.dt_bias))
+
+    def log_decay(self, steps: Tensor) -> Tensor:
+        return -wide(self.A_log).exp() * steps
+
+
+def rotary(place: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angle of every place [...] and pair of channels, [..., size]."""
+    # fp32 would round the angle of the millionth token by a thousandth; mps has no fp64.
+    exact = torch.float32 if place.device.type == "mps" else torch.float64
+    exponents = torch.arange(0, size, 2, device=place.device).to(exact) / size
+    angles = place[..., None].to(exact) * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Channel i is paired with channel i + D/2, as in Llama."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-second, first], dim=-1) * sine
 
 
 def assign_(parameter: Tensor, value: Tensor) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Mixer, at_least, head_size
+from .base import Mixer, at_least, even_head_size, head_size
+from .layers import rotary, rotate
 
 #: A mask is built for so many (query, key) pairs at a time.
 MASK_ENTRIES = 2**23
@@ -57,8 +58,7 @@ class TransformerMixer(Mixer):
         self.config = config
         self.heads = config.heads or heads
         self.head = head_size(dim, self.heads)
-        if self.head % 2:
-            raise ValueError(f"rotary positions need an even head size; got {self.head}")
+        even_head_size(self.head)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
@@ -108,8 +108,9 @@ class TransformerMixer(Mixer):
     ) -> tuple[Tensor, AttentionState]:
         """q, k, v [N, H, T, D], equally many new tokens for every sequence."""
         place = state.length[:, None] + torch.arange(q.shape[2], device=q.device)
-        cosine, sine = self._rotation(place, q.dtype)
-        q, k = _rotate(q, cosine, sine), _rotate(k, cosine, sine)
+        cosine, sine = rotary(place, self.head, self.config.rope_theta, q.dtype)
+        cosine, sine = cosine[:, None], sine[:, None]
+        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
         cached = state.keys.shape[2]
         if cached:
             k = torch.cat([state.keys.to(k.dtype), k], dim=2)
@@ -149,15 +150,6 @@ class TransformerMixer(Mixer):
         )
         return torch.cat(outputs, dim=2), joined
 
-    def _rotation(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angle of every place [N, T] and pair of channels, [N, 1, T, D]."""
-        # fp32 would round the angle of the millionth token by a thousandth; mps has no fp64.
-        wide = torch.float32 if place.device.type == "mps" else torch.float64
-        exponents = torch.arange(0, self.head, 2, device=place.device).to(wide) / self.head
-        angles = place[..., None].to(wide) * self.config.rope_theta**-exponents
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
 
 def _all_filled(length: Tensor, columns: int) -> bool:
     """Whether no column is empty; not asked on devices where the answer has to be waited for."""
@@ -167,12 +159,6 @@ def _all_filled(length: Tensor, columns: int) -> bool:
 def _aligned(cache: Tensor, columns: int) -> Tensor:
     """The last `columns` columns of a cache, zeros before its first."""
     return F.pad(cache, (0, 0, columns - cache.shape[2], 0))
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Channel i is paired with channel i + D/2, as in Llama."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat([-second, first], dim=-1) * sine
 
 
 def _masked_attention(
