@@ -1,0 +1,144 @@
+"""Attention with bounded-memory control: attention over slots that tokens are averaged into.
+
+    x -> q, k (rotary positions), v ; slot logits -> write weights -> gated_slots
+      -> RMSNorm per head -> * SiLU(gate) -> output projection
+
+Paper: Peng et al. 2022, "ABC: Attention with Bounded-memory Control", whose learned control this
+is. The equations of the memory are in ops/gated_slots/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import SlotState, checks, gated_slots, running_softmax, silu_product
+from ..ops.gated_slots import LOGIT_BOUND
+from ..ops.recurrence import BACKENDS
+from .base import Mixer, at_least, even_head_size, head_size
+from .layers import RMSNorm, blank_state, rotary, rotate, sequences, wide
+
+WRITES = ("time", "slots")
+
+
+@dataclass
+class ABCMixerConfig:
+    """heads: number of heads; None takes the model's `num_attention_heads`.
+
+    slots: memory slots per head.
+    write: what the softmax of the slot logits is over. "time", the authors': the tokens read so
+        far, so that a slot is a weighted mean of them all. "slots": the slots, so that every token
+        writes a total of 1, and nothing is forgotten.
+    rope_theta: base of the rotary frequencies; None leaves positions out. A mean does not know
+        the order of its tokens: positions come with the keys or not at all.
+    norm_eps: epsilon of the RMSNorm. backend: the op's backend.
+    """
+
+    heads: int | None = None
+    slots: int = 64
+    write: str = "time"
+    rope_theta: float | None = 10000.0
+    norm_eps: float = 1e-6
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        checks.choice("write", self.write, WRITES)
+        checks.choice("backend", self.backend, BACKENDS)
+        at_least("slots", self.slots, 1)
+        at_least("norm_eps", self.norm_eps, 0, whole=False)
+        if self.heads is not None:
+            at_least("heads", self.heads, 1)
+        if self.rope_theta is not None:
+            at_least("rope_theta", self.rope_theta, 1, whole=False)
+
+
+class ABCState(NamedTuple):
+    """The memories of N sequences; what the write weights and the positions go on from.
+
+    total: [N, H, M], the sums of exp(logits); None with write="slots".
+    length: [N], tokens read so far; None without positions.
+    """
+
+    memory: SlotState
+    total: Tensor | None = None
+    length: Tensor | None = None
+
+
+class ABCMixer(Mixer):
+    def __init__(self, dim: int, heads: int, config: ABCMixerConfig):
+        super().__init__()
+        self.config = config
+        self.heads = config.heads or heads
+        self.head = head_size(dim, self.heads)
+        if config.rope_theta is not None:
+            even_head_size(self.head)
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        self.g_proj = nn.Linear(dim, dim, bias=False)
+        self.s_proj = nn.Linear(dim, self.heads * config.slots, bias=False)
+        self.out_norm = RMSNorm(self.head, config.norm_eps)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, state: ABCState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, ABCState]:
+        if state is None:
+            state = self.init_state(sequences(x, cu_seqlens))
+        q, k, v = (self._split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        length = state.length
+        if length is not None:
+            assert self.config.rope_theta is not None
+            place, length = _places(length, x.shape[1], cu_seqlens)
+            angles = rotary(place[..., None], self.head, self.config.rope_theta, q.dtype)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+
+        logits = wide(self._split(self.s_proj(x))).clamp(-LOGIT_BOUND, LOGIT_BOUND)
+        total, log_decay = state.total, None
+        if total is None:
+            write = logits.softmax(-1)
+        else:
+            write, log_decay, total = running_softmax(logits, total, cu_seqlens=cu_seqlens)
+        y, memory = gated_slots(
+            q, k, v, write, log_decay,
+            initial_state=state.memory, output_final_state=True,
+            cu_seqlens=cu_seqlens, backend=self.config.backend,
+        )  # fmt: skip
+        assert memory is not None
+        y = silu_product(self._split(self.g_proj(x)), self.out_norm(y))
+        return self.o_proj(y.flatten(2)), ABCState(memory, total, length)
+
+    def init_state(self, batch: int) -> ABCState:
+        weight, slots = self.o_proj.weight, (batch, self.heads, self.config.slots)
+        memory = SlotState(*(blank_state(weight, *slots, self.head) for _ in range(2)))
+        total = blank_state(weight, *slots) if self.config.write == "time" else None
+        length = None
+        if self.config.rope_theta is not None:
+            length = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return ABCState(memory, total, length)
+
+    def state_size(self, tokens: int | None = None) -> float:
+        in_time, placed = self.config.write == "time", self.config.rope_theta is not None
+        return self.heads * self.config.slots * (2 * self.head + in_time) + placed
+
+    def flops(self, context: int) -> float:
+        # Either pass adds an outer product, multiplies by a vector and, in time, scales.
+        each = 2 + 2 + (self.config.write == "time")
+        return 2 * self.heads * self.config.slots * self.head * each
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, H * size] -> [B, T, H, size]"""
+        return x.unflatten(-1, (self.heads, -1))
+
+
+def _places(length: Tensor, tokens: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The place of every token in its sequence, [B, T], and the lengths afterwards, [N]."""
+    row = torch.arange(tokens, device=length.device)
+    if cu_seqlens is None:
+        return length[:, None] + row, length + tokens
+    read = cu_seqlens.diff()
+    offset = torch.repeat_interleave(length - cu_seqlens[:-1], read)
+    return (offset + row)[None], length + read

@@ -1,0 +1,100 @@
+"""Gated slot attention: attention over a fixed number of slots that forget.
+
+    x -> q, k, v (SiLU) ; f, what each slot keeps -> gated_slots, writing 1 - f
+      -> SiLU -> RMSNorm -> output projection
+
+Paper: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling". The
+equations of the memory are in ops/gated_slots/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import SlotState, checks, gated_slots
+from ..ops.recurrence import BACKENDS
+from .base import Mixer, at_least, head_size
+from .layers import RMSNorm, blank_state, sequences, wide
+
+#: The authors' number of heads, at every width.
+HEADS = 4
+
+
+@dataclass
+class GSAMixerConfig:
+    """heads: number of heads. None means 4 whatever the model's other mixers have, as the authors
+        do: a head's slots are worth more the wider it is, and their number does not depend on its
+        width. Where 4 does not divide the width, None takes the model's `num_attention_heads`.
+    slots: memory slots per head.
+    decay_temperature: log f = logsigmoid(.) / decay_temperature; the larger, the longer slots keep.
+    scale: of the scores of slots. The authors leave them as they are.
+    norm_eps: epsilon of the RMSNorm. backend: the op's backend.
+    """
+
+    heads: int | None = None
+    slots: int = 64
+    decay_temperature: float = 8.0
+    scale: float = 1.0
+    norm_eps: float = 1e-6
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        checks.choice("backend", self.backend, BACKENDS)
+        at_least("slots", self.slots, 1)
+        at_least("norm_eps", self.norm_eps, 0, whole=False)
+        if self.heads is not None:
+            at_least("heads", self.heads, 1)
+        for name in ("decay_temperature", "scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+
+
+class GSAMixer(Mixer):
+    no_weight_decay = ("f_proj.weight",)
+
+    def __init__(self, dim: int, heads: int, config: GSAMixerConfig):
+        super().__init__()
+        self.config = config
+        self.heads = config.heads or (heads if dim % HEADS else HEADS)
+        self.head = head_size(dim, self.heads)
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        self.f_proj = nn.Linear(dim, self.heads * config.slots, bias=False)
+        self.out_norm = RMSNorm(dim, config.norm_eps)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, state: SlotState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, SlotState]:
+        config = self.config
+        if state is None:
+            state = self.init_state(sequences(x, cu_seqlens))
+        q, k, v = (F.silu(self._split(p(x))) for p in (self.q_proj, self.k_proj, self.v_proj))
+        log_f = F.logsigmoid(wide(self._split(self.f_proj(x)))) / config.decay_temperature
+        y, after = gated_slots(
+            q, k, v, -torch.expm1(log_f), log_f,
+            scale=config.scale, initial_state=state, output_final_state=True,
+            cu_seqlens=cu_seqlens, backend=config.backend,
+        )  # fmt: skip
+        assert after is not None
+        return self.o_proj(self.out_norm(F.silu(y.flatten(2)))), after
+
+    def init_state(self, batch: int) -> SlotState:
+        blank = blank_state(self.o_proj.weight, batch, self.heads, self.config.slots, self.head)
+        return SlotState(blank, blank.clone())
+
+    def state_size(self, tokens: int | None = None) -> float:
+        return 2 * self.heads * self.config.slots * self.head
+
+    def flops(self, context: int) -> float:
+        # Either pass scales its memory, adds an outer product and multiplies by a vector.
+        return 2 * self.heads * self.config.slots * self.head * (1 + 2 + 2)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, H * size] -> [B, T, H, size]"""
+        return x.unflatten(-1, (self.heads, -1))
