@@ -22,12 +22,29 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     "trellis learned start": ("trellis", {"phi": "ln_silu", "slots": 24}),
     "trellis lms": ("trellis", {"lms_step": True, "step": "softplus", "conv_width": 0}),
     "trellis without gate": ("trellis", {"forget_gate": False, "step": "constant", "heads": 4}),
+    "linear attention without normaliser": (
+        "linear_attention",
+        {"feature_map": "identity", "output_norm": True, "heads": 4},
+    ),
+    "linear attention relu": ("linear_attention", {"feature_map": "relu"}),
+    "mamba2 groups": (
+        "mamba2",
+        {"heads": 4, "groups": 2, "state": 24, "conv_bias": False, "step_limit": [0.01, 0.1]},
+    ),
     "delta net with gate": (
         "delta_net",
         {"use_gate": True, "conv_on": ["k"], "allow_neg_eigval": True},
     ),
     "gated delta net wide": ("gated_delta_net", {"heads": 4, "expand_v": 1.5, "use_gate": False}),
     "gated delta net without convolution": ("gated_delta_net", {"conv_width": 0}),
+    "abc over slots": ("abc", {"write": "slots", "slots": 24}),
+    "abc without positions": ("abc", {"rope_theta": None, "heads": 4}),
+    "gsa of two heads": ("gsa", {"heads": 2, "slots": 24, "decay_temperature": 1.0}),
     "transformer window": ("transformer", {"window": 5}),
     "transformer window of one": ("transformer", {"window": 1}),
+    "ttt transformer backbone": (
+        "ttt",
+        {"share_qk": False, "conv_width": 0, "output_gate": False, "minibatch": 5},
+    ),
+    "ttt without rotary places": ("ttt", {"share_qk": False, "rope_theta": None, "heads": 4}),
 }

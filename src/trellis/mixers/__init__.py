@@ -1,5 +1,6 @@
 """Layers that mix tokens along the sequence, all with one interface (see base.Mixer)."""
 
+from .abc import ABCMixer, ABCMixerConfig, ABCState
 from .base import Mixer, names_without_weight_decay
 from .delta_net import (
     DeltaNetMixer,
@@ -7,18 +8,35 @@ from .delta_net import (
     DeltaNetState,
     GatedDeltaNetMixerConfig,
 )
+from .gsa import GSAMixer, GSAMixerConfig
+from .linear_attention import LinearAttentionMixer, LinearAttentionMixerConfig
+from .mamba2 import Mamba2Mixer, Mamba2MixerConfig, Mamba2State
 from .registry import MIXERS, build_mixer, mixer_config
 from .transformer import AttentionState, TransformerMixer, TransformerMixerConfig
 from .trellis import TrellisMixer, TrellisMixerConfig, TrellisState
+from .ttt import TTTMixer, TTTMixerConfig, TTTMixerState
 
 __all__ = [
     "MIXERS",
+    "ABCMixer",
+    "ABCMixerConfig",
+    "ABCState",
     "AttentionState",
     "DeltaNetMixer",
     "DeltaNetMixerConfig",
     "DeltaNetState",
+    "GSAMixer",
+    "GSAMixerConfig",
     "GatedDeltaNetMixerConfig",
+    "LinearAttentionMixer",
+    "LinearAttentionMixerConfig",
+    "Mamba2Mixer",
+    "Mamba2MixerConfig",
+    "Mamba2State",
     "Mixer",
+    "TTTMixer",
+    "TTTMixerConfig",
+    "TTTMixerState",
     "TransformerMixer",
     "TransformerMixerConfig",
     "TrellisMixer",

@@ -7,10 +7,15 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from .abc import ABCMixer, ABCMixerConfig
 from .base import Mixer
 from .delta_net import DeltaNetMixer, DeltaNetMixerConfig, GatedDeltaNetMixerConfig
+from .gsa import GSAMixer, GSAMixerConfig
+from .linear_attention import LinearAttentionMixer, LinearAttentionMixerConfig
+from .mamba2 import Mamba2Mixer, Mamba2MixerConfig
 from .transformer import TransformerMixer, TransformerMixerConfig
 from .trellis import TrellisMixer, TrellisMixerConfig
+from .ttt import TTTMixer, TTTMixerConfig
 
 #: name -> (configuration, mixer). A mixer is built as mixer(dim, heads, configuration).
 MIXERS: dict[str, tuple[type, type[Mixer]]] = {
@@ -18,6 +23,11 @@ MIXERS: dict[str, tuple[type, type[Mixer]]] = {
     "transformer": (TransformerMixerConfig, TransformerMixer),
     "delta_net": (DeltaNetMixerConfig, DeltaNetMixer),
     "gated_delta_net": (GatedDeltaNetMixerConfig, DeltaNetMixer),
+    "linear_attention": (LinearAttentionMixerConfig, LinearAttentionMixer),
+    "abc": (ABCMixerConfig, ABCMixer),
+    "gsa": (GSAMixerConfig, GSAMixer),
+    "mamba2": (Mamba2MixerConfig, Mamba2Mixer),
+    "ttt": (TTTMixerConfig, TTTMixer),
 }
 
 

@@ -1,0 +1,161 @@
+"""Mamba2: a state-space model whose state is the memory of linear attention with a decay.
+
+    x -> gate z; x, B, C (short convolution and SiLU); dt
+      -> dt = softplus(dt + dt_bias), log_decay = -exp(A_log) dt
+      -> linear_attention with q = C, k = B, v = dt x -> + D x
+      -> RMSNorm(y * SiLU(z)) -> output projection
+
+Paper: Dao & Gu 2024, "Transformers are SSMs". The equations of the memory are in
+ops/linear_attention/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import checks, linear_attention, silu_product
+from ..ops.recurrence import BACKENDS
+from .base import Mixer, at_least
+from .layers import DecayGate, RMSNorm, ShortConvolution, blank_state, sequences
+
+
+@dataclass
+class Mamba2MixerConfig:
+    """The model's `num_attention_heads` does not apply: the width and `head` set the heads.
+
+    state: size of B and C, the rows of a head's memory.
+    head: width of a head; a layer with a smaller inner width has one head of all of it.
+    heads: number of heads, which sets `head`; None takes inner width / head.
+    expand: inner width / width.
+    groups: heads are in so many groups, each with its own B and C.
+    conv_width: width of the causal convolution. conv_bias: whether it has a bias.
+    decay_rate, decay_step: ranges that exp(A_log) and softplus(dt_bias) start in.
+    step_floor: the least that softplus(dt_bias) starts at.
+    step_limit: range that dt is clamped to; None leaves it as it is.
+    norm_eps: epsilon of the RMS norm. backend: the op's backend.
+    """
+
+    state: int = 128
+    head: int = 64
+    heads: int | None = None
+    expand: int = 2
+    groups: int = 1
+    conv_width: int = 4
+    conv_bias: bool = True
+    decay_rate: tuple[float, float] = (1.0, 16.0)
+    decay_step: tuple[float, float] = (1e-3, 0.1)
+    step_floor: float = 1e-4
+    step_limit: tuple[float, float] | None = None
+    norm_eps: float = 1e-5
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        checks.choice("backend", self.backend, BACKENDS)
+        for name in ("state", "head", "expand", "groups", "conv_width"):
+            at_least(name, getattr(self, name), 1)
+        if self.heads is not None:
+            at_least("heads", self.heads, 1)
+        at_least("step_floor", self.step_floor, 0, whole=False)
+        at_least("norm_eps", self.norm_eps, 0, whole=False)
+        for name in ("decay_rate", "decay_step"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be a range 0 < low <= high; got {(low, high)}")
+            setattr(self, name, (low, high))
+        if self.step_limit is not None:
+            low, high = self.step_limit
+            if not 0 <= low <= high:
+                raise ValueError(f"step_limit must be a range 0 <= low <= high; got {(low, high)}")
+            self.step_limit = (low, high)
+
+
+class Mamba2State(NamedTuple):
+    """memory: [N, H, state, head]. tail: the last inputs of the convolution."""
+
+    memory: Tensor
+    tail: Tensor
+
+
+class Mamba2Mixer(Mixer):
+    no_weight_decay = ("D",)
+
+    def __init__(self, dim: int, heads: int, config: Mamba2MixerConfig):
+        super().__init__()
+        self.config = config
+        self.inner = config.expand * dim
+        self.heads, self.head = _heads(self.inner, config)
+        if self.heads % config.groups:
+            raise ValueError(
+                f"groups must divide the number of heads, {self.heads}; got {config.groups}"
+            )
+        convolved = self.inner + 2 * config.groups * config.state
+        self.in_proj = nn.Linear(dim, self.inner + convolved + self.heads, bias=False)
+        self.convolution = ShortConvolution(convolved, config.conv_width, config.conv_bias)
+        self.decay = DecayGate(self.heads, config.decay_rate, config.decay_step, config.step_floor)
+        self.D = nn.Parameter(torch.empty(self.heads))
+        self.out_norm = RMSNorm(self.inner, config.norm_eps)
+        self.out_proj = nn.Linear(self.inner, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.D)
+
+    def forward(
+        self, x: Tensor, state: Mamba2State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Mamba2State]:
+        config = self.config
+        if state is None:
+            state = self.init_state(sequences(x, cu_seqlens))
+        keys = config.groups * config.state
+        sizes = [self.inner, self.inner + 2 * keys, self.heads]
+        gate, mixed, dt = self.in_proj(x).split(sizes, dim=-1)
+        mixed, tail = self.convolution(mixed, state.tail, cu_seqlens)
+        x, B, C = mixed.split([self.inner, keys, keys], dim=-1)
+        x = x.unflatten(-1, (self.heads, self.head))
+        steps = self.decay.steps(dt)
+        if config.step_limit is not None:
+            steps = steps.clamp(*config.step_limit)
+        y, final = linear_attention(
+            C.unflatten(-1, (config.groups, -1)), B.unflatten(-1, (config.groups, -1)),
+            steps[..., None] * x, self.decay.log_decay(steps),
+            initial_state=state.memory, output_final_state=True,
+            cu_seqlens=cu_seqlens, backend=config.backend,
+        )  # fmt: skip
+        assert final is not None
+        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).flatten(2)
+        y = self.out_norm(silu_product(gate, y))
+        return self.out_proj(y), Mamba2State(final.memory, tail)
+
+    def init_state(self, batch: int) -> Mamba2State:
+        shape = (batch, self.heads, self.config.state, self.head)
+        memory = blank_state(self.out_proj.weight, *shape)
+        return Mamba2State(memory, self.convolution.init_tail(batch))
+
+    def state_size(self, tokens: int | None = None) -> float:
+        return self._memory + self.convolution.weight[:, 1:].numel()
+
+    def flops(self, context: int) -> float:
+        # The memory is scaled by its decay, added an outer product to and multiplied by C.
+        return 5 * self._memory + 2 * self.convolution.weight.numel() + 2 * self.inner
+
+    @property
+    def _memory(self) -> int:
+        return self.inner * self.config.state
+
+
+def _heads(inner: int, config: Mamba2MixerConfig) -> tuple[int, int]:
+    """The number of heads and the width of each."""
+    if config.heads is not None:
+        if inner % config.heads:
+            raise ValueError(
+                f"heads must divide the inner width, expand * width = {inner}; got {config.heads}"
+            )
+        return config.heads, inner // config.heads
+    head = min(config.head, inner)
+    if inner % head:
+        raise ValueError(f"head must divide the inner width, expand * width = {inner}; got {head}")
+    return inner // head, head
