@@ -35,6 +35,13 @@ def fla():
     return load
 
 
+@pytest.fixture
+def transformers_alone():
+    """transformers takes fla's GPU kernels where it finds them; its PyTorch code runs without."""
+    if importlib.util.find_spec("fla") is not None:
+        pytest.skip("flash-linear-attention is installed; this runs in the main environment")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
