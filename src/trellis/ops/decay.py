@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 
+#: Tokens whose weights are built row by row; longer chunks are made of such blocks.
+BLOCK = 16
+
+
 class Decay:
     """The decay weights of a chunk, from log_beta [G, c]."""
 
     def __init__(self, log_beta: Tensor):
         beta = log_beta.exp()
-        c = beta.shape[1]
-        ones = torch.ones(c, c, dtype=torch.bool, device=beta.device)
-        steps = torch.where(ones.tril(-1), beta[:, :, None], torch.ones_like(beta[:, :1, None]))
         #: w(t, s) for s <= t, else 0; [G, c, c]
-        self.within = steps.cumprod(1).tril()
+        self.within = _products(beta)
         #: exp(L_t), the decay from the chunk's start up to and with token t; [G, c, 1]
         self.start = beta.cumprod(1)[..., None]
 
@@ -45,14 +46,36 @@ class Decay:
         return torch.cat([torch.ones_like(self.start[:, :1]), self.start[:, :-1]], dim=1)
 
 
+def _products(beta: Tensor) -> Tensor:
+    """w(t, s) = beta_t w(t - 1, s), all rows of a block at once where s lies before the block."""
+    rows, c = beta.shape
+    size = BLOCK if c % BLOCK == 0 else c
+    count = c // size
+    within = beta.new_zeros(rows, c, c)
+    within.diagonal(dim1=1, dim2=2).fill_(1)
+    blocks = within.view(rows, count, size, count, size).diagonal(dim1=1, dim2=3)
+    blocks = blocks.permute(0, 3, 1, 2)  # those on the diagonal, [rows, count, size, size]
+    beta = beta.view(rows, count, size)
+    for t in range(1, size):
+        torch.mul(blocks[:, :, t - 1, :t], beta[:, :, t, None], out=blocks[:, :, t, :t])
+    start = beta.cumprod(2)[..., None]
+    for i in range(1, count):
+        first, stop = i * size, (i + 1) * size
+        before = within[:, first - 1, None, :first]
+        torch.mul(before, start[:, i], out=within[:, first:stop, :first])
+    return within
+
+
 def log_decay_gradient(pairs: Tensor, starts: Tensor) -> Tensor:
     """d log_beta_i = sum over s < i <= t of pairs[t, s] + sum over t >= i of starts[t].
 
     Summed as it stands: differences of row and column sums would cancel.
     """
-    before = torch.zeros_like(pairs)
-    before[:, :, 1:] = pairs.cumsum(2)[:, :, :-1]
-    return before.tril().sum(1) + starts.flip(1).cumsum(1).flip(1)
+    # [t, i - 1] of the cumulated sums holds all s < i; rows t >= i are strictly below the diagonal.
+    before = pairs.cumsum(2).tril_(-1).sum(1)
+    gradient = starts.flip(1).cumsum(1).flip(1)
+    gradient[:, 1:] += before[:, :-1]
+    return gradient
 
 
 def lower(weights: Tensor, products: Tensor) -> Tensor:

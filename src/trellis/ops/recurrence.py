@@ -190,7 +190,7 @@ class _Chunked(torch.autograd.Function):
                 saved += before
             out, after = recurrence.forward(_taken(rows, flat, dtype), before, rounds)
             rows.put(y, out)
-            state = tuple(_replaced(old, new) for old, new in zip(state, after))
+            state = tuple(replaced(old, new) for old, new in zip(state, after))
         ctx.save_for_backward(*tensors, *saved)
         ctx.setting = recurrence, layout, count, len(tensors)
         return y.view(*inputs[0].shape[:2], *y.shape[1:]), *(layout.unsort(s) for s in state)
@@ -218,7 +218,7 @@ class _Chunked(torch.autograd.Function):
             for whole, part in zip(grads, dinputs):
                 if whole is not None and part is not None:
                     rows.put(whole, part)
-            dstate = tuple(_replaced(old, new) for old, new in zip(dstate, before))
+            dstate = tuple(replaced(old, new) for old, new in zip(dstate, before))
         shaped = (None if g is None else g.view_as(x) for g, x in zip(grads, inputs))
         return None, None, None, *shaped, *(layout.unsort(d) for d in dstate)
 
@@ -232,6 +232,6 @@ def _taken(rows: ChunkRows, flat: Inputs, dtype: torch.dtype) -> Inputs:
     return tuple(None if x is None else rows.take(x, dtype) for x in flat)
 
 
-def _replaced(old: Tensor, new: Tensor) -> Tensor:
+def replaced(old: Tensor, new: Tensor) -> Tensor:
     """The first rows of `old` exchanged for `new`."""
     return new if len(new) == len(old) else torch.cat([new, old[len(new) :]])

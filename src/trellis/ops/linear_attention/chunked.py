@@ -7,14 +7,14 @@ inside a chunk, whose weights differ by head, go head by head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..decay import Decay, log_decay_gradient
-from ..recurrence import Inputs, Recurrence, Rounds, Tensors
+from ..recurrence import Inputs, Recurrence, Rounds, Tensors, replaced
 from .reference import linear_attention_reference
 
 
@@ -22,8 +22,6 @@ from .reference import linear_attention_reference
 class LinearAttention(Recurrence):
     """inputs: q, k [.., G, K]; v [.., G, R, V]; log_decay [.., G, R] or None.
     state: the memory [N, G, R, K, V]. y: [.., G, R * V]."""
-
-    chunk: int = 64
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         v = _tensor(inputs[2])
@@ -40,8 +38,8 @@ class LinearAttention(Recurrence):
         q, k, v, decay = _unpacked(inputs)
         parts = rounds.parts(state[0].shape[1])
         written = v if decay is None else decay.end * v
-        before, final = _scan(state[0], k.mT @ written.flatten(2), decay, parts)
-        y = q @ before
+        met, final = _scan(state[0], k.mT @ written.flatten(2), decay, parts)
+        y = q @ torch.cat(met)
         scores = (q @ k.mT).tril()
         if decay is None:
             y = torch.baddbmm(y, scores, v.flatten(2))
@@ -57,8 +55,9 @@ class LinearAttention(Recurrence):
         dy = dy.view_as(v)
         parts = rounds.parts(state[0].shape[1])
         written, started = (v, dy) if decay is None else (decay.end * v, decay.start * dy)
-        before, _ = _scan(state[0], k.mT @ written.flatten(2), decay, parts)
-        after, dbefore = _scan(dstate[0], q.mT @ started.flatten(2), decay, reversed(parts))
+        met, _ = _scan(state[0], k.mT @ written.flatten(2), decay, parts)
+        left, dbefore = _scan(dstate[0], q.mT @ started.flatten(2), decay, parts[::-1])
+        before, after = torch.cat(met), torch.cat(left[::-1])
         scores = (q @ k.mT).tril()
         dq = started.flatten(2) @ before.mT
         dk = written.flatten(2) @ after.mT
@@ -111,22 +110,25 @@ def _unpacked(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, _GroupDecay | Non
 
 
 def _scan(
-    state: Tensor, added: Tensor, decay: _GroupDecay | None, parts: Iterable[slice]
-) -> tuple[Tensor, Tensor]:
+    state: Tensor, added: Tensor, decay: _GroupDecay | None, parts: Sequence[slice]
+) -> tuple[list[Tensor], Tensor]:
     """A memory [N, G, R, K, V] through chunks that scale it and add to it, [n, K, R * V].
 
-    Returns the memories that the chunks meet, [n, K, R * V], and the last.
+    Overwrites `added` with the memories that the chunks leave. Returns those that they meet, part
+    by part, and the last.
     """
-    met = torch.empty_like(added)
-    last = state.transpose(2, 3).clone(memory_format=torch.contiguous_format).flatten(0, 1)
-    added = added.view(-1, *last.shape[1:])
+    running = state.transpose(2, 3).flatten(0, 1).flatten(2)
+    met = []
     for part in parts:
-        running = last[: part.stop - part.start]
-        met[part] = running.flatten(2)
-        if decay is not None:
-            running *= decay.whole[part]
-        running += added[part]
-    return met, last.view(*state.shape[:2], *last.shape[1:]).transpose(2, 3)
+        met.append(running[: part.stop - part.start])
+        left = added[part]
+        if decay is None:
+            left += met[-1]
+        else:
+            by_head = (*left.shape[:2], *state.shape[2::2])
+            left.view(by_head).addcmul_(met[-1].view(by_head), decay.whole[part])
+        running = replaced(running, left)
+    return met, running.view(*state.shape[:2], -1, *state.shape[2::2]).transpose(2, 3)
 
 
 def _by_head(x: Tensor) -> Tensor:

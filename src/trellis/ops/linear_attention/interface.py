@@ -74,7 +74,7 @@ def linear_attention(
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
 
     y, (memory,) = run(
-        LinearAttention(chunk=_chunk(width)),
+        LinearAttention(),
         (q, k, v.unflatten(2, (groups, -1)), log_decay),
         (memory.unflatten(1, (groups, -1)),),
         cu_seqlens=cu_seqlens,
@@ -88,10 +88,6 @@ def linear_attention(
         y = y[..., :-1] / (y[..., -1:] + eps)
         final = LinearAttentionState(memory[..., :-1], memory[..., -1])
     return y.to(q.dtype), final if output_final_state else None
-
-
-def _chunk(width: int) -> int:
-    return 64
 
 
 def _start(
