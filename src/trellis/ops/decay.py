@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 #: Tokens whose weights are built row by row; longer chunks are made of such blocks.
 BLOCK = 16
 
