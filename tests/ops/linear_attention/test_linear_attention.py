@@ -1,0 +1,103 @@
+"""What is special to linear attention; the common suite is in tests/ops/recurrences."""
+
+import math
+
+import pytest
+import torch
+from tests.ops.recurrences.cases import Shape
+from tests.ops.recurrences.linear_attention import decayed, grouped
+from tests.ops.recurrences.test_every_recurrence import LIMITS, results
+from tests.support import relative_rms
+
+from trellis.ops import LinearAttentionState, linear_attention
+
+
+@pytest.mark.parametrize("extreme", [-math.inf, -1e4, 0.0])
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("build", [decayed, grouped])
+def test_extreme_decay(build, extreme, every):
+    case = build(Shape(tokens=150))
+    case.over_tokens["log_decay"][:, ::every] = extreme
+    expected = results(case, None, "reference", torch.float64)
+    for dtype, limit in LIMITS:
+        actual = results(case, None, "chunked", dtype)
+        for what, value in expected.items():
+            assert torch.isfinite(value).all(), what
+            assert relative_rms(actual[what], value) <= limit, f"{what} in {dtype}"
+
+
+def test_a_reset():
+    case = grouped(Shape(tokens=100))
+    case.over_tokens["log_decay"][:, 70] = -math.inf
+    whole, _ = case.call(case.over_tokens, case.states, None, "chunked")
+    rest = {name: t[:, 70:] for name, t in case.over_tokens.items()}
+    blank = {"memory": torch.zeros_like(case.states["memory"])}
+    assert relative_rms(whole[:, 70:], case.call(rest, blank, None, "chunked")[0]) < 1e-12
+
+
+def test_no_decay_is_a_decay_of_one():
+    case = grouped(Shape(tokens=100))
+    case.over_tokens["log_decay"].zero_()
+    one = results(case, None, "chunked", torch.float64)
+    del case.over_tokens["log_decay"]
+    other = results(case, None, "chunked", torch.float64)
+    for what, value in other.items():
+        assert relative_rms(one[what], value) < 1e-12, what
+
+
+def test_groups_are_repeated_queries_and_keys():
+    case = grouped(Shape(tokens=100))
+    shared, _ = case.call(case.over_tokens, case.states, None, "chunked")
+    repeated = {n: case.over_tokens[n].repeat_interleave(3, dim=2) for n in ("q", "k")}
+    apart, _ = case.call(case.over_tokens | repeated, case.states, None, "chunked")
+    assert relative_rms(shared, apart) < 1e-12
+
+
+def test_a_normalised_output_is_a_mean_of_values():
+    q, k = torch.rand(2, 2, 90, 3, 8, dtype=torch.float64)
+    value = torch.randn(2, 1, 3, 5, dtype=torch.float64)
+    y, _ = linear_attention(q, k, value.expand(2, 90, 3, 5), normalize=True, eps=0.0)
+    assert relative_rms(y, value.expand_as(y)) < 1e-12
+
+
+def test_a_state_may_be_its_memory():
+    q, v, memory = torch.randn(2, 9, 3, 8), torch.randn(2, 9, 3, 5), torch.randn(2, 3, 8, 5)
+    one, none = linear_attention(q, q, v, initial_state=memory)
+    other, final = linear_attention(
+        q, q, v, initial_state=LinearAttentionState(memory), output_final_state=True
+    )
+    assert torch.equal(one, other)
+    assert none is None
+    assert final.normalizer is None
+
+
+SHAPES = {"q": (2, 9, 2, 8), "k": (2, 9, 2, 8), "v": (2, 9, 6, 5), "log_decay": (2, 9, 6)}
+WRONG = [
+    ({"q": torch.zeros(2, 9, 8)}, r"q must have shape \[B,T,G,K\]; got \[2, 9, 8\]"),
+    ({"q": torch.zeros(2, 9, 2, 8).int()}, "q must be of a floating-point type"),
+    ({"k": torch.zeros(2, 9, 2, 7)}, r"k must have shape .* = \[2, 9, 2, 8\]; got"),
+    ({"v": torch.zeros(2, 9, 5, 5)}, "groups of q must divide the heads of v, 5; got 2"),
+    ({"v": torch.zeros(2, 8, 6, 5)}, r"q must have shape .* = \[2, 8, 2, 8\]; got"),
+    ({"log_decay": torch.zeros(2, 9, 2)}, r"log_decay must have shape .* = \[2, 9, 6\]; got"),
+    ({"initial_state": torch.zeros(2, 6, 5, 8)}, r"initial_state.memory must .* = \[2, 6, 8, 5\]"),
+    ({"initial_state": [1]}, "initial_state must be a LinearAttentionState or its memory; got"),
+    (
+        {"initial_state": torch.zeros(2, 6, 8, 5), "normalize": True},
+        "initial_state.normalizer must be given exactly with normalize=True; there is none",
+    ),
+    (
+        {
+            "initial_state": (torch.zeros(2, 6, 8, 5), torch.zeros(2, 6, 5)),
+            "normalize": True,
+        },
+        r"initial_state.normalizer must have shape \[N,H,K\] = \[2, 6, 8\]; got",
+    ),
+    ({"backend": "native"}, "backend must be one of auto, reference, chunked; got 'native'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_arguments_are_checked(wrong, message):
+    given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        linear_attention(**given | wrong)
