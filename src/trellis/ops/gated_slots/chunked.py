@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recurrence import Inputs, Recurrence, Rounds, Tensors
+from ..recurrence import Inputs, Recurrence, Rounds, Tensors, replaced
 from .reference import gated_slots_reference
 from .weights import LEAF, Constant, Decaying, Pass
 
@@ -69,7 +69,7 @@ class GatedSlots(Recurrence):
         dvalues, dvalues_start = _chain(w, w.from_start(c.r).mT @ dy, dstate[1], back)
         dv = (w.contract(c.r).mT @ dy).baddbmm_(c.written, dvalues)
         # Softmax and key pass.
-        dyhat = c.r * (dr - (c.r * dr).sum(2, keepdim=True))
+        dyhat = dr.sub_((c.r * dr).sum(2, keepdim=True)).mul_(c.r)
         decayed = w.from_start(dyhat)
         dkeys, dkeys_start = _chain(w, decayed.mT @ c.q, dstate[0], back)
         dscores = w.contract(dyhat)
@@ -112,12 +112,12 @@ def _chain(w: Constant, added: Tensor, state: Tensor, parts: list[slice]) -> tup
 
     Returns these states [G, M, D], and the last. In reverse order it chains gradients.
     """
-    state_after, before = state.flatten(0, 1).clone(), torch.empty_like(added)
+    running, before = state.flatten(0, 1), torch.empty_like(added)
     for part in parts:
-        running = state_after[: part.stop - part.start]
-        before[part] = running
-        running.copy_(w.over(running, part).add(added[part]))
-    return before, state_after.view_as(state)
+        reached = running[: part.stop - part.start]
+        before[part] = reached
+        running = replaced(running, w.next(reached, added[part], part))
+    return before, running.view_as(state)
 
 
 def _given(inputs: Inputs) -> list[Tensor]:

@@ -55,9 +55,9 @@ class Constant:
         """x [G, c, M], decayed from after each token to the chunk's end."""
         return x
 
-    def over(self, memory: Tensor, part: slice) -> Tensor:
-        """memory [g, M, D] of the chunks `part`, decayed over the whole chunk."""
-        return memory
+    def next(self, memory: Tensor, added: Tensor, part: slice) -> Tensor:
+        """memory [g, M, D] of the chunks `part`, decayed over the whole chunk, plus `added`."""
+        return memory + added
 
     def gradients(
         self, passes: list[Pass], ends: Tensor, memories: list[tuple[Tensor, Tensor]]
@@ -140,8 +140,8 @@ class Decaying(Constant):
     def to_end(self, x: Tensor) -> Tensor:
         return self.end * x
 
-    def over(self, memory: Tensor, part: slice) -> Tensor:
-        return self.whole[part] * memory
+    def next(self, memory: Tensor, added: Tensor, part: slice) -> Tensor:
+        return torch.addcmul(added, self.whole[part], memory)
 
     def gradients(
         self, passes: list[Pass], ends: Tensor, memories: list[tuple[Tensor, Tensor]]
