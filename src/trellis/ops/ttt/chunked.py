@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..recurrence import Inputs, Recurrence, Rounds, Tensors
-from .reference import EPSILON, ttt_reference, with_one
+from .reference import EPSILON, ttt_reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,26 +66,31 @@ class _Normed(NamedTuple):
             None, None, [True, False, False],
         )[0]  # fmt: skip
 
-    def part(self, rows: slice) -> _Normed:
-        return _Normed(*(x[rows] for x in self))
-
 
 def _norm(z: Tensor) -> _Normed:
     return _Normed(z, *torch.native_layer_norm(z, z.shape[-1:], None, None, EPSILON))
+
+
+class _MiniBatches(NamedTuple):
+    """What a backward needs of the mini-batches of one round."""
+
+    model: Tensor  # before them
+    norm: _Normed  # of z
+    error: Tensor
+    u: Tensor
+    steps: Tensor
 
 
 class _Sweep(NamedTuple):
     """What the walk over the mini-batches leaves.
 
     u: gradients at z. read: [q, 1] model. model: after the last mini-batch of each sequence.
-    norms, before: z under the norm, and the models before each mini-batch, if they are kept.
     """
 
     u: Tensor
     read: Tensor
     model: Tensor
-    norms: _Normed | None
-    before: list[Tensor]
+    kept: list[_MiniBatches]
 
 
 class _Segment:
@@ -108,13 +113,13 @@ class _Segment:
         self.scale, self.shift = self._owned(scale)[:, None], self._owned(shift)[:, None]
         self.curvature = scale.square().flatten(0, 1)[:, None]
         #: scale * (scale * normal + shift - target) = curvature * normal + slant
-        self.excess = self.shift - self.v + self.k
-        self.slant = self.scale * self.excess
+        self.slant = torch.addcmul(self.scale * self.shift, self.k - self.v, self.scale)
 
         # Keys above queries: the model multiplies both at once.
-        self.both = with_one(torch.cat([self.k, self.q], dim=1))
+        self.both = self.q.new_empty(len(self.q), 2 * c, self.q.shape[2] + 1)
         self.key, self.query = self.both[:, :c], self.both[:, c:]
-        self.step = self.eta * self.key
+        self.key[..., :-1], self.query[..., :-1] = self.k, self.q
+        self.both[..., -1] = 1
         self.products = torch.bmm(self.query, self.key.transpose(1, 2))
         self.weights = (self.theta * self.products * self.eta.transpose(1, 2)).tril()
 
@@ -123,9 +128,9 @@ class _Segment:
         self.ends = eta.new_full((len(eta), 1, 1), float(c == minibatch))
         if empty is not None and c == minibatch:
             self.ends *= (~empty[:, -1]).repeat_interleave(heads)[:, None, None]
-        #: The factor of the whole mini-batch's steps.
+        #: The factor of the whole mini-batch's steps, and what it makes of eta.
         self.factor = self.ends * self.theta[:, -1:]
-        self.last_step = self.factor * self.step
+        self.rate = self.factor * self.eta
         #: Whether a mini-batch is continued, which only the first of a sequence can be.
         self.carried = empty is not None and bool(empty[: rounds.counts[0], 0].any())
         self.first = first
@@ -146,25 +151,22 @@ class _Segment:
         """Mini-batch after mini-batch: the only part that is sequential."""
         c = self.q.shape[1]
         model = self.model.clone()
-        u, products, norms, before = [], [], [], []
+        u, products, kept = [], [], []
         for part in self.parts:
             now = model[: part.stop - part.start]
             both = torch.bmm(self.both[part], now)
             norm = _norm(both[:, :c].contiguous())
             error = torch.addcmul(self.slant[part], norm.normal, self.curvature[: len(now)])
             gradient = norm.pull_back(error)
+            steps = self.rate[part] * gradient
             if keep:
-                before.append(now.clone())
-                norms.append(norm)
+                kept.append(_MiniBatches(now.clone(), norm, error, gradient, steps))
             u.append(gradient)
             products.append(both[:, c:])
-            now.baddbmm_(self.last_step[part].transpose(1, 2), gradient, alpha=-1)
+            now.baddbmm_(self.key[part].transpose(1, 2), steps, alpha=-1)
             if self.carried and part is self.first:
                 now -= self.factor[part] * self.pending
-        return _Sweep(
-            torch.cat(u), torch.cat(products), model,
-            _Normed(*(torch.cat(parts) for parts in zip(*norms))) if keep else None, before,
-        )  # fmt: skip
+        return _Sweep(torch.cat(u), torch.cat(products), model, kept)
 
     def read(self, sweep: _Sweep) -> Tensor:
         """[q, 1] times the model after each token's own step."""
@@ -177,8 +179,8 @@ class _Segment:
     def pending_after(self, u: Tensor) -> Tensor:
         if not self.open.any():
             return torch.zeros_like(self.pending)
-        pending = torch.bmm(self.step[self.last].transpose(1, 2), u[self.last])
-        pending *= self.open
+        keys, steps = self.key[self.last], self.open * self.eta[self.last] * u[self.last]
+        pending = torch.bmm(keys.transpose(1, 2), steps)
         return pending if self.still is None else torch.addcmul(pending, self.still, self.pending)
 
 
@@ -192,87 +194,91 @@ class _Backward:
         self.dpending = torch.zeros_like(segment.pending)
         self.dtheta = torch.zeros_like(segment.theta)
         self.dfactor = torch.zeros_like(segment.factor)
+        self.deta = torch.zeros_like(segment.eta)
 
     def gradients(self) -> tuple[Inputs, Tensors]:
         s, u = self.segment, self.sweep.u
-        c = s.q.shape[1]
         norm = _norm(s.read(self.sweep))
         dread = norm.pull_back(self.dy * s.scale)
         du = torch.bmm(s.weights.transpose(1, 2), dread).neg_()
-        dstep = self._through_pending(du)
-        if s.carried:
-            dquery_carried = self._through_carried_read(dread)
-        derror, dlast_step, dboth = self._sweep_back(du, dread)
+        dkey_open = self._through_pending(du) if s.open.any() else None
+        dquery_carried = self._through_carried_read(dread) if s.carried else None
+        derror, dkey, dboth = self._sweep_back(du, dread)
 
         # The weights of steps in reads.
         dweights = torch.bmm(dread, u.transpose(1, 2)).neg_().tril_()
         by_product = dweights * s.products
         self.dtheta += torch.bmm(by_product, s.eta)
-        deta = torch.bmm(by_product.transpose(1, 2), s.theta)
+        self.deta += torch.bmm(by_product.transpose(1, 2), s.theta)
         dweights *= s.theta
         dweights *= s.eta.transpose(1, 2)
-        dkey = dboth[:, :c].baddbmm_(dweights.transpose(1, 2), s.query)
-        dquery = dboth[:, c:].baddbmm_(dweights, s.key)
-        if s.carried:
+        dkey.baddbmm_(dweights.transpose(1, 2), s.query)
+        dquery = torch.bmm(dweights, s.key)
+        c = dkey.shape[1]
+        dkey += dboth[:, :c]
+        dquery += dboth[:, c:]
+        if dkey_open is not None:
+            dkey[s.last] += dkey_open
+        if dquery_carried is not None:
             dquery[s.first] += dquery_carried
-
-        # The steps themselves.
-        self.dfactor += _dot(s.step, dlast_step).sum(1, keepdim=True)
-        dstep += s.factor * dlast_step
-        dkey += s.eta * dstep
-        deta += _dot(s.key, dstep)
         self.dtheta[:, -1:] += s.ends * self.dfactor
 
         # The targets and the norm's parameters.
-        normal = cast(_Normed, self.sweep.norms).normal
+        normal = torch.cat([kept.norm.normal for kept in self.sweep.kept])
         dtarget = -s.scale * derror
-        dscale = (self.dy * norm.normal).sum(1) + (derror * s.excess).sum(1)
-        dscale += 2 * s.scale[:, 0] * (derror * normal).sum(1)
+        error = torch.addcmul(s.k - s.v, normal, 2 * s.scale)
+        dscale = (self.dy * norm.normal).sum(1) + (derror * error.add_(s.shift)).sum(1)
         dshift = self.dy.sum(1) - dtarget.sum(1)
-        dinputs = self.dy + dquery[..., :-1], dkey[..., :-1] - dtarget, dtarget, deta[..., 0]
+        dinputs = self.dy + dquery[..., :-1], dkey[..., :-1] - dtarget, dtarget, self.deta[..., 0]
         return dinputs, self._states(dscale, dshift)
 
     def _sweep_back(self, du: Tensor, dread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From the last mini-batch to the first: gradients of error, last_step and both."""
-        s, sweep = self.segment, self.sweep
-        norms = cast(_Normed, sweep.norms)
-        error = torch.addcmul(s.slant, norms.normal, s.scale.square())
-        tilt = norms.normal * error
-        tilt = tilt.mean(-1, keepdim=True)
-        dlast_step, dboth = torch.empty_like(s.step), torch.empty_like(s.both)
-        derror = torch.empty_like(du)
-        for part, before in zip(reversed(s.parts), reversed(sweep.before)):
+        """From the last mini-batch to the first.
+
+        Gradients of error, of key in the steps to the next model, and of both in products with it.
+        """
+        s = self.segment
+        c, size = du.shape[1:]
+        dkey, dboth = du.new_empty(*du.shape[:2], size + 1), torch.empty_like(s.both)
+        derror, drate = torch.empty_like(du), torch.empty_like(s.rate)
+        dproducts = du.new_empty(len(du), 2 * c, size)
+        dproducts[:, c:] = dread
+        for part, kept in zip(reversed(s.parts), reversed(self.sweep.kept)):
+            before, norm, error, u, steps = kept
             dmodel = self.dmodel[: len(before)]
             if s.carried and part is s.first:
                 self.dfactor[part] -= (s.pending * dmodel).sum((1, 2), keepdim=True)
                 self.dpending -= s.factor[part] * dmodel
-            norm, u = norms.part(part), sweep.u[part]
-            torch.bmm(u, dmodel.transpose(1, 2), out=dlast_step[part])
-            w = torch.baddbmm(du[part], s.last_step[part], dmodel, alpha=-1)
+            torch.bmm(steps, dmodel.transpose(1, 2), out=dkey[part])
+            dsteps = torch.bmm(s.key[part], dmodel)
+            drate[part] = _dot(u, dsteps)
+            w = torch.addcmul(du[part], s.rate[part], dsteps, value=-1)
             turned = norm.pull_back(w)
             dz = norm.pull_back(s.curvature[: len(before)] * turned)
             # The derivative of J itself, in the direction w.
-            bend = norm.normal * (w * u).mean(-1, keepdim=True)
-            bend += turned * tilt[part]
-            bend += u * (w * norm.normal).mean(-1, keepdim=True)
-            dz -= norm.rate * bend
+            bend = norm.normal * _dot(w, u)
+            bend.addcmul_(turned, _dot(norm.normal, error))
+            bend.addcmul_(u, _dot(w, norm.normal))
+            products = dproducts[part]
+            torch.addcmul(dz, norm.rate, bend, value=-1 / size, out=products[:, :c])
             derror[part] = turned
-            both = torch.cat([dz, dread[part]], dim=1)
-            torch.bmm(both, before.transpose(1, 2), out=dboth[part])
-            dmodel.baddbmm_(s.both[part].transpose(1, 2), both)
-        return derror, dlast_step.neg_(), dboth
+            torch.bmm(products, before.transpose(1, 2), out=dboth[part])
+            dmodel.baddbmm_(s.both[part].transpose(1, 2), products)
+        self.dfactor -= (s.eta * drate).sum(1, keepdim=True)
+        self.deta -= s.factor * drate
+        return derror, dkey.neg_(), dboth
 
     def _through_pending(self, du: Tensor) -> Tensor:
-        """From the steps that are left open at the end. Adds to du; the gradient of step."""
-        s = self.segment
-        dstep = torch.zeros_like(s.step)
-        if s.open.any():
-            dpending = s.open * self.dstate[1].flatten(0, 1)
-            du[s.last] += torch.bmm(s.step[s.last], dpending)
-            dstep[s.last] += torch.bmm(self.sweep.u[s.last], dpending.transpose(1, 2))
-            if s.still is not None:
-                self.dpending += s.still * dpending
-        return dstep
+        """From the steps that are left open at the end. The gradient of the last keys."""
+        s, rows = self.segment, self.segment.last
+        u, eta = self.sweep.u[rows], s.eta[rows]
+        dpending = s.open * self.dstate[1].flatten(0, 1)
+        dsteps = torch.bmm(s.key[rows], dpending)
+        du[rows] += eta * dsteps
+        self.deta[rows] += _dot(dsteps, u)
+        if s.still is not None:
+            self.dpending += s.still * dpending
+        return torch.bmm(eta * u, dpending.transpose(1, 2))
 
     def _through_carried_read(self, dread: Tensor) -> Tensor:
         """From the reads of steps of the call before. The gradient of the first queries."""
@@ -298,4 +304,4 @@ class _Backward:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
+    return torch.linalg.vecdot(a, b)[..., None]
