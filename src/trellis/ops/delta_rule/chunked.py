@@ -23,7 +23,8 @@ _Given: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 @dataclass(frozen=True)
 class DeltaRule(Recurrence):
     scale: float
-    chunk: int = 64
+    #: Half of what other recurrences take: the systems cost the square of it.
+    chunk: int = 32
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         _, _, v, _, _ = cast(_Given, inputs)
@@ -60,22 +61,20 @@ class _Chunks:
         q, k, v, beta, log_decay = cast(_Given, inputs)
         self.k, self.v, self.beta, self.scale = k, v, beta[..., None], scale
         self.tokens = c = k.shape[1]
-        self.readers = torch.cat([self.beta * k, scale * q], dim=1)
-        self.unseen = _unseen(c, k.device)
-        self.scores = self.readers @ k.mT
         self.decay = None if log_decay is None else Decay(log_decay)
+        self.readers = k.new_empty(k.shape[0], 2 * c, k.shape[2])
+        torch.mul(k, self.beta, out=self.readers[:, :c])
+        torch.mul(q, scale, out=self.readers[:, c:])
         self.readers_at_start, self.keys_at_end = self.readers, k
         if self.decay is not None:
-            _halves(self.scores).mul_(self.decay.within[:, None])
-            start = self.decay.start
-            self.readers_at_start = (_halves(self.readers) * start[:, None]).flatten(1, 2)
+            start = self.decay.start[:, None]
+            self.readers_at_start = (_halves(self.readers) * start).flatten(1, 2)
             self.keys_at_end = k * self.decay.end
-        self.scores.masked_fill_(self.unseen, 0)
-        self.system, self.weights = self.scores[:, :c], self.scores[:, c:]
-        # (I + system) [targets | reads] = [beta v | beta k at the chunk's start]
-        right = torch.cat([self.beta * v, self.readers_at_start[:, :c]], dim=2)
-        solved = torch.linalg.solve_triangular(self.system, right, upper=False, unitriangular=True)
-        self.targets, self.reads = solved[..., : v.shape[2]], solved[..., v.shape[2] :]
+        self.scores = self._seen(self.readers @ k.mT)
+        self.weights = self.scores[:, c:]
+        self.inverse = _inverse(self.scores[:, :c])
+        self.targets = self.inverse @ (v * self.beta)
+        self.reads = self.inverse @ self.readers_at_start[:, :c]
 
     @property
     def queries_at_start(self) -> Tensor:
@@ -83,11 +82,10 @@ class _Chunks:
 
     def write(self, state: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor, Tensor]:
         """The states before each chunk, the values written, and the states at the end."""
-        heads = state.shape[1]
         current = state.flatten(0, 1).clone()
         before = current.new_empty(self.k.shape[0], *current.shape[1:])
         values = torch.empty_like(self.v)
-        for part in rounds.parts(heads):
+        for part in rounds.parts(state.shape[1]):
             now = current[: part.stop - part.start]
             before[part] = now
             torch.baddbmm(self.targets[part], self.reads[part], now, alpha=-1, out=values[part])
@@ -100,45 +98,61 @@ class _Chunks:
         self, before: Tensor, values: Tensor, dy: Tensor, dfinal: Tensor, rounds: Rounds
     ) -> tuple[Inputs, Tensors]:
         c, k, decay = self.tokens, self.k, self.decay
-        # From the last chunk to the first: of the values, and of the states after each chunk.
-        heads = dfinal.shape[1]
-        dvalues = self.weights.mT @ dy
-        dread = self.queries_at_start.mT @ dy
-        current = dfinal.flatten(0, 1).clone()
-        dafter = torch.empty_like(before)
-        for part in reversed(rounds.parts(heads)):
-            now = current[: part.stop - part.start]
-            dafter[part] = now
-            dvalues[part].baddbmm_(self.keys_at_end[part], now)
-            if decay is not None:
-                now.mul_(decay.whole[part])
-            now.add_(dread[part]).baddbmm_(self.reads[part].mT, dvalues[part], alpha=-1)
+        dvalues, dafter, dinitial = self._back(dy, dfinal, rounds)
 
-        # values = (I + system)^-1 beta (v - what the key reads at the chunk's start)
-        dright = torch.linalg.solve_triangular(
-            self.system.mT, dvalues, upper=True, unitriangular=True
-        )
-        dfound = torch.cat([-dright, dy], dim=1)  # what each of the readers finds
-        dscores = (dfound @ values.mT).masked_fill_(self.unseen, 0)
+        # values = (I + A)^-1 beta (v - what k reads at the chunk's start)
+        dfound = dy.new_empty(dy.shape[0], 2 * c, dy.shape[2])  # by each of the readers
+        dright = self.inverse.mT @ dvalues
+        torch.neg(dright, out=dfound[:, :c])
+        dfound[:, c:] = dy
+        dscores = dfound @ values.mT
         dreaders = dfound @ before.mT
         dkeys_at_end = values @ dafter.mT
         dlog_decay = None
         if decay is not None:
-            pairs = _halves(dscores * self.scores).sum(1)
+            pairs = dscores[:, :c] * self.scores[:, :c]
+            pairs.addcmul_(dscores[:, c:], self.scores[:, c:])
             _halves(dreaders).mul_(decay.start[:, None])
             starts = _halves((dreaders * self.readers).sum(2)).sum(1)
-            _halves(dscores).mul_(decay.within[:, None])
             dkeys_at_end *= decay.end
             pairs[:, -1] += (dkeys_at_end * k).sum(2)
             starts[:, -1:] += decay.whole[..., 0] * (dafter * before).sum((1, 2))[:, None]
             dlog_decay = log_decay_gradient(pairs, starts)
 
+        dscores = self._seen(dscores)
         dreaders.baddbmm_(dscores, k)
         dwrites, dq = dreaders[:, :c], dreaders[:, c:]
         dk = dkeys_at_end.baddbmm_(dscores.mT, self.readers).addcmul_(self.beta, dwrites)
         dbeta = (k * dwrites).sum(2) + (self.v * dright).sum(2)
         inputs = (self.scale * dq, dk, self.beta * dright, dbeta, dlog_decay)
-        return inputs, (current.view_as(dfinal),)
+        return inputs, (dinitial,)
+
+    def _back(self, dy: Tensor, dfinal: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor, Tensor]:
+        """From the last chunk to the first: gradients of the values, of the states after each
+        chunk, and of the state before the first.
+        """
+        dvalues = self.weights.mT @ dy
+        dread = self.queries_at_start.mT @ dy
+        current = dfinal.flatten(0, 1).clone()
+        dafter = torch.empty_like(dread)
+        for part in reversed(rounds.parts(dfinal.shape[1])):
+            now = current[: part.stop - part.start]
+            dafter[part] = now
+            dvalues[part].baddbmm_(self.keys_at_end[part], now)
+            if self.decay is not None:
+                now.mul_(self.decay.whole[part])
+            now.add_(dread[part]).baddbmm_(self.reads[part].mT, dvalues[part], alpha=-1)
+        return dvalues, dafter, current.view_as(dfinal)
+
+    def _seen(self, scores: Tensor) -> Tensor:
+        """In place: decayed, and zero where a row does not see a write."""
+        c = self.tokens
+        if self.decay is None:
+            ones = scores.new_ones(c, c)
+            return scores.mul_(torch.cat([ones.tril(-1), ones.tril()]))
+        _halves(scores).mul_(self.decay.within[:, None])
+        scores[:, :c].diagonal(dim1=1, dim2=2).zero_()
+        return scores
 
 
 def _halves(stacked: Tensor) -> Tensor:
@@ -146,7 +160,12 @@ def _halves(stacked: Tensor) -> Tensor:
     return stacked.unflatten(1, (2, -1))
 
 
-def _unseen(tokens: int, device: torch.device) -> Tensor:
-    """[2c, c]: a key does not read its own write, and no row reads later ones."""
-    ones = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
-    return torch.cat([ones.triu(), ones.triu(1)])
+def _inverse(below: Tensor) -> Tensor:
+    """(I + A)^-1 for strictly lower A, row after row; the rest of `below` is not read.
+
+    torch solves small systems one after the other: with the inverse, once; products then take all.
+    """
+    one = torch.eye(below.shape[1], dtype=below.dtype, device=below.device)
+    return torch.linalg.solve_triangular(
+        below, one.expand_as(below), upper=False, unitriangular=True
+    )
