@@ -3,8 +3,8 @@
 import json
 
 import pytest
-
 from tests.test_cli import run
+
 from trellis.bench import measure, mixers, ops, peers
 from trellis.mixers import MIXERS
 
