@@ -21,7 +21,7 @@ def compare(case, limits=((torch.float64, 1e-10), (torch.float32, 2e-5))):
             assert relative_rms(actual[what], value) <= limit, f"{what} in {dtype}"
 
 
-@pytest.mark.parametrize("extreme", [-math.inf, -1e4, 0.0])
+@pytest.mark.parametrize("extreme", [-math.inf, -1e4, -3.0, 0.0])
 @pytest.mark.parametrize("every", [1, 7])
 def test_extreme_decay(extreme, every):
     case = decaying(Shape(tokens=150))

@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..decay import Decay, log_decay_gradient
+from ..decay import Decay, flushed, log_decay_gradient
 from ..recurrence import Inputs, Recurrence, Rounds, Tensors
 from .reference import delta_rule_reference
 
@@ -72,9 +72,9 @@ class _Chunks:
             self.keys_at_end = k * self.decay.end
         self.scores = self._seen(self.readers @ k.mT)
         self.weights = self.scores[:, c:]
-        self.inverse = _inverse(self.scores[:, :c])
+        self.inverse = flushed(_inverse(self.scores[:, :c]))
         self.targets = self.inverse @ (v * self.beta)
-        self.reads = self.inverse @ self.readers_at_start[:, :c]
+        self.reads = flushed(self.inverse @ self.readers_at_start[:, :c])
 
     @property
     def queries_at_start(self) -> Tensor:
