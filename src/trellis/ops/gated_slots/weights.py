@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..decay import flushed
+
 #: Tokens of the blocks that are left when halving ends; a chunk is a power of 2 times as long.
 LEAF = 4
 
@@ -85,28 +87,28 @@ class Decaying(Constant):
     def __init__(self, write: Tensor, log_decay: Tensor):
         super().__init__(write)
         slots = write.shape[2]
-        decay = log_decay.exp()
+        decay = flushed(log_decay.exp())
         #: w(t, t - d) a(t - d) for t >= d in every leaf, for each d; [leaves, LEAF - d, M]
         self.near = [write.view(-1, LEAF, slots)]
         self.decay = decay.view(-1, LEAF, slots)
         for d in range(1, LEAF):
-            self.near.append(self.decay[:, d:] * self.near[-1][:, :-1])
+            self.near.append(flushed(self.decay[:, d:] * self.near[-1][:, :-1]))
         #: (h, middle to t, s to middle, the latter times a(s)) of all blocks; [blocks, h, M]
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
         # From the start of the token's block up to it, and from after it to the block's end.
         start, end = decay.clone(), torch.ones_like(decay)
         h = 1
         while h < write.shape[1]:
-            first, second = _halves(start, h)
-            to_middle, _ = _halves(end, h)
+            (first, second), (before, _) = _halves(start, h), _halves(end, h)
+            from_middle, to_middle = flushed(second), flushed(before)
             if h >= LEAF:
-                to = to_middle.clone()
-                self.levels.append((h, second.clone(), to, to * _halves(write, h)[0]))
-            to_middle *= second[:, -1:]
-            second *= first[:, -1:]
+                written = to_middle * _halves(write, h)[0]
+                self.levels.append((h, from_middle, to_middle, written))
+            torch.mul(to_middle, from_middle[:, -1:], out=before)
+            torch.mul(from_middle, first[:, -1:], out=second)
             h *= 2
-        self.start, self.end = start, end
-        self.whole = start[:, -1:].mT
+        self.start, self.end = flushed(start), flushed(end)
+        self.whole = self.start[:, -1:].mT
 
     def spread(self, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
         leaves = _diagonal_blocks(scores, LEAF)
