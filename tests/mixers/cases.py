@@ -40,6 +40,10 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     "abc over slots": ("abc", {"write": "slots", "slots": 24}),
     "abc without positions": ("abc", {"rope_theta": None, "heads": 4}),
     "gsa of two heads": ("gsa", {"heads": 2, "slots": 24, "decay_temperature": 1.0}),
+    "gated delta net, heads of its own": (
+        "gated_delta_net",
+        {"heads": 3, "head": 8, "expand_v": 2.0, "allow_neg_eigval": True},
+    ),
     "transformer window": ("transformer", {"window": 5}),
     "transformer window of one": ("transformer", {"window": 1}),
     "ttt transformer backbone": (

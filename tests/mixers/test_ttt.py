@@ -58,6 +58,11 @@ def test_initialisation():
     assert not mixer.initial_bias.any()
     assert (mixer.norm_weight == 1).all()
     assert not mixer.norm_bias.any()
+    assert not mixer.convolutions["q"].bias.any()
+    keys = mixer.convolutions["k"](mixer.q_proj(torch.randn(1, 50, 128)), None, None)[0][0]
+    keys = torch.nn.functional.normalize(keys.unflatten(-1, (2, -1)), dim=-1)
+    alike = torch.einsum("thd,shd->hts", keys, keys)[:, ~torch.eye(50, dtype=torch.bool)]
+    assert alike.mean().abs() < 0.1
 
 
 def test_fields_are_checked():

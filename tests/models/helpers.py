@@ -6,6 +6,7 @@ from trellis.mixers import MIXERS
 #: Stacks that the model tests run over.
 STACKS = {name: {"mixer": name} for name in MIXERS} | {
     "trellis stale": {"mixer": "trellis", "mixer_config": {"mode": "stale", "minibatch": 8}},
+    "all mixers": {"mixer": list(MIXERS), "num_hidden_layers": len(MIXERS)},
     "hybrid": {
         "mixer": ["trellis", "trellis", "transformer"],
         "mixer_config": {"transformer": {"window": 7}},

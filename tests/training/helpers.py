@@ -28,7 +28,7 @@ TABLE = {
 }
 
 
-def make_corpus(folder, documents=12, **options):
+def make_corpus(folder, documents=12, held_out=0.15, **options):
     """A byte corpus of the fixed text, cut into documents."""
     lines = TEXT.read_text().splitlines(keepends=True)
     size = len(lines) // documents + 1
@@ -36,7 +36,7 @@ def make_corpus(folder, documents=12, **options):
     source = folder / "source.jsonl"
     parts = ["".join(lines[i : i + size]) for i in range(0, len(lines), size)]
     source.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
-    return prepare_corpus([source], folder / "corpus", validation=0.15, **options)
+    return prepare_corpus([source], folder / "corpus", validation=held_out, **options)
 
 
 def table(corpus, **sections):

@@ -75,12 +75,28 @@ def test_mixers_are_trained_side_by_side(tmp_path):
         compare(other, ["trellis"], out, said.append)
 
 
+def test_a_run_that_diverges_shows(tmp_path):
+    train = {"steps": 5, "learning_rate": 1e30, "warmup": 0.0, "clip": 0.0, "max_bad_steps": 50}
+    chosen = recipe(make_corpus(tmp_path), train=train)
+    said = []
+    (row,) = compare(chosen, ["transformer"], tmp_path / "runs", said.append)["rows"]
+    assert row["first_loss"] is not None
+    assert row["last_loss"] is None
+    assert row["skipped_steps"] == 4
+    assert any("not finite" in line for line in said)
+
+
 def test_what_cannot_be_compared_is_said_before_anything_is_written(tmp_path):
     out = tmp_path / "runs"
     corpus = make_corpus(tmp_path)
     chosen = recipe(corpus, model={"mixer_config": {"slots": 8}})
     with pytest.raises(ValueError, match=r"mixer_config must be empty; got \{'slots': 8\}"):
         compare(chosen, ["trellis"], out, print)
+    with pytest.raises(ValueError, match="mixers must name at least one"):
+        compare(recipe(corpus), [], out, print)
+    nothing = make_corpus(tmp_path / "all", held_out=0.0)
+    with pytest.raises(ValueError, match="holds nothing out to compare on"):
+        compare(recipe(nothing), ["trellis"], out, print)
     missing = recipe(corpus, data={"path": str(tmp_path / "none")})
     with pytest.raises(FileNotFoundError, match="no prepared text"):
         compare(missing, ["trellis"], out, print)

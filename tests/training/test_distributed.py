@@ -89,6 +89,19 @@ VARIANTS = {
 }
 
 
+BASELINES = {
+    "mixer": ["linear_attention", "abc", "gsa", "delta_net", "gated_delta_net", "mamba2", "ttt"],
+    "mixer_config": {},
+    "num_hidden_layers": 7,
+}
+VARIANTS |= {
+    # A context that ends inside TTT's mini-batches.
+    "baselines, contiguous": {
+        "model": BASELINES,
+        "data": {"batches": "contiguous", "context": 29},
+    },
+    "baselines, sequence parallel": {"model": BASELINES, "train": {"sequence_parallel": 2}},
+}
 ONE_STEP = {"steps": 1, "warmup": 0.0, "clip": 0.0}
 OTHERS = {
     "gradients of trellis": {

@@ -14,6 +14,10 @@ from . import measure
 
 WIDTH, HEADS, BATCH = 768, 12, 2
 
+#: Attention, and what transformers computes, takes too long past so many tokens.
+LONGEST = 16384
+BOUNDED = [name for name in MIXERS if name != "transformer"]
+
 #: What is timed: a function of the input [B, T, WIDTH], and the module whose gradients it leaves.
 Layer = tuple[Callable[[Tensor], Tensor], nn.Module]
 
@@ -77,22 +81,36 @@ PEERS: dict[str, Callable[[], Layer]] = {
 def run(lengths: list[int], rounds: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Times of every mixer, and of its peer where transformers has one."""
     report(f"\nWhole mixers, width {WIDTH}, B={BATCH}, forward+backward\n")
+    layers = _layers(report)
     report("| T | mixer | median (range) | the same in transformers | this / transformers |")
     report("|---|---|---|---|---|")
-    layers = {name: ours(name) for name in MIXERS}
-    if importlib.util.find_spec("transformers") and not importlib.util.find_spec("fla"):
-        layers |= {_peer(name): make() for name, make in PEERS.items() if name in MIXERS}
     rows = []
     for tokens in lengths:
         x = torch.randn(BATCH, tokens, WIDTH)
-        calls = {name: _both_ways(layer, x) for name, layer in layers.items()}
+        calls = {
+            name: _both_ways(layer, x)
+            for name, layer in layers.items()
+            if tokens <= LONGEST or name in BOUNDED
+        }
         timings = measure.alternate(calls, rounds)
-        for name in MIXERS:
+        for name in (n for n in MIXERS if n in timings):
             peer = timings.get(_peer(name))
             ratio = f"{timings[name].median / peer.median:.2f}" if peer else ""
             report(f"| {tokens} | {name} | {timings[name]} | {peer or ''} | {ratio} |")
         rows += [{"T": tokens, "mixer": n, "seconds": t.times} for n, t in timings.items()]
     return rows
+
+
+def _layers(report: Callable[[str], None]) -> dict[str, Layer]:
+    """Ours, and the peers where they can run; where not, why."""
+    layers = {name: ours(name) for name in MIXERS}
+    if not importlib.util.find_spec("transformers"):
+        report("transformers is not installed: there is nothing to compare with\n")
+    elif importlib.util.find_spec("fla"):
+        report("with flash-linear-attention installed, transformers takes its GPU kernels\n")
+    else:
+        layers |= {_peer(name): make() for name, make in PEERS.items()}
+    return layers
 
 
 def _peer(name: str) -> str:

@@ -24,7 +24,7 @@ def bench_ops(
     threads: Threads = 0,
     out: Out = None,
 ) -> None:
-    """The memory op beside attention, Gated DeltaNet and Mamba2."""
+    """The memory op beside attention, Gated DeltaNet and Mamba2; every mixer as a whole layer."""
     from ..bench import ops
 
     _set_threads(threads)

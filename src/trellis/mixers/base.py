@@ -83,6 +83,29 @@ def at_least(name: str, value: float, least: float, *, whole: bool = True) -> No
         raise ValueError(f"{name} must be a {kind} of at least {least}; got {value!r}")
 
 
+def bounds(
+    name: str, value: object, least: float, *, open_end: bool = False
+) -> tuple[float, float]:
+    """(low, high) with least < low <= high (least <= low with `open_end`), both finite."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
+    numbers = len(pair) == 2 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in pair)
+    if not numbers or not (pair[0] >= least if open_end else pair[0] > least) or pair[0] > pair[1]:
+        sign = "<=" if open_end else "<"
+        raise ValueError(f"{name} must be a range {least:g} {sign} low <= high; got {value!r}")
+    return pair[0], pair[1]
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false; got {value!r}")
+
+
+def positive(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a number above 0; got {value!r}")
+
+
 def head_size(dim: int, heads: int) -> int:
     at_least("heads", heads, 1)
     if dim % heads:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..ops import checks, delta_rule, silu_product, unit_length
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, check_streams, head_size
+from .base import Mixer, at_least, check_streams, flag, head_size
 from .layers import DecayGate, RMSNorm, StreamConvolutions, blank_state, sequences, wide
 
 #: The authors draw the rate from (0, 16); at 0 its log would be -inf, and stay so.
@@ -31,6 +31,7 @@ DECAY_STEP = (1e-3, 0.1)
 class DeltaNetMixerConfig:
     """heads: number of heads; None takes the model's `num_attention_heads`.
 
+    head: size of a head's queries and keys; None takes width / heads.
     expand_v: size of a head's values as a multiple of that of its keys.
     conv_width: width of the causal convolution; 0 leaves it out.
     conv_on: the streams it acts on, of "q", "k" and "v". SiLU acts on all three in any case.
@@ -43,6 +44,7 @@ class DeltaNetMixerConfig:
     decays: ClassVar[bool] = False
 
     heads: int | None = None
+    head: int | None = None
     expand_v: float = 1.0
     conv_width: int = 4
     conv_on: tuple[str, ...] = ("q", "k", "v")
@@ -57,6 +59,10 @@ class DeltaNetMixerConfig:
         at_least("norm_eps", self.norm_eps, 0, whole=False)
         if self.heads is not None:
             at_least("heads", self.heads, 1)
+        if self.head is not None:
+            at_least("head", self.head, 1)
+        flag("use_gate", self.use_gate)
+        flag("allow_neg_eigval", self.allow_neg_eigval)
         self.conv_on = check_streams("conv_on", self.conv_on) if self.conv_width else ()
 
 
@@ -86,9 +92,10 @@ class DeltaNetMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.key = head_size(dim, self.heads)
+        self.key = config.head or head_size(dim, self.heads)
         self.value = _value_size(self.key, config.expand_v)
-        sizes = {"q": dim, "k": dim, "v": self.heads * self.value}
+        keys = self.heads * self.key
+        sizes = {"q": keys, "k": keys, "v": self.heads * self.value}
 
         self.q_proj = nn.Linear(dim, sizes["q"], bias=False)
         self.k_proj = nn.Linear(dim, sizes["k"], bias=False)

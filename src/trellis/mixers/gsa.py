@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ops import SlotState, checks, gated_slots
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, head_size
+from .base import Mixer, at_least, head_size, positive
 from .layers import RMSNorm, blank_state, sequences, wide
 
 #: The authors' number of heads, at every width.
@@ -48,9 +48,8 @@ class GSAMixerConfig:
         at_least("norm_eps", self.norm_eps, 0, whole=False)
         if self.heads is not None:
             at_least("heads", self.heads, 1)
-        for name in ("decay_temperature", "scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        positive("decay_temperature", self.decay_temperature)
+        positive("scale", self.scale)
 
 
 class GSAMixer(Mixer):

@@ -35,8 +35,17 @@ class GatedNorm(RMSNorm):
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution and activation. Its state is the tail, [N, width - 1, dim]."""
 
-    def __init__(self, dim: int, width: int, bias: bool = False, activation: str = "silu"):
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        bias: bool = False,
+        activation: str = "silu",
+        zero_bias: bool = False,
+    ):
+        """zero_bias: the bias starts at zero, not uniform like the weights."""
         super().__init__()
+        self.zero_bias = zero_bias
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(dim, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
@@ -45,7 +54,9 @@ class ShortConvolution(nn.Module):
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
+        if self.bias is not None and self.zero_bias:
+            nn.init.zeros_(self.bias)
+        elif self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ops import LinearAttentionState, checks, linear_attention
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, head_size
+from .base import Mixer, at_least, flag, head_size, positive
 from .layers import RMSNorm, blank_state, sequences, wide
 
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
@@ -44,13 +44,15 @@ class LinearAttentionMixerConfig:
     def __post_init__(self) -> None:
         checks.choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
         checks.choice("backend", self.backend, BACKENDS)
-        at_least("normalizer_eps", self.normalizer_eps, 0, whole=False)
+        positive("normalizer_eps", self.normalizer_eps)
+        flag("output_norm", self.output_norm)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
         if self.heads is not None:
             at_least("heads", self.heads, 1)
         signed = self.feature_map == "identity"
         if self.normalize is None:
             self.normalize = not signed
+        flag("normalize", self.normalize)
         if self.normalize and signed:
             raise ValueError(
                 "normalize must be False with feature_map='identity', whose weights may sum to "

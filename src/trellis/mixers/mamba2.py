@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..ops import checks, linear_attention, silu_product
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least
+from .base import Mixer, at_least, bounds, flag
 from .layers import DecayGate, RMSNorm, ShortConvolution, blank_state, sequences
 
 
@@ -61,16 +61,11 @@ class Mamba2MixerConfig:
             at_least("heads", self.heads, 1)
         at_least("step_floor", self.step_floor, 0, whole=False)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
-        for name in ("decay_rate", "decay_step"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ValueError(f"{name} must be a range 0 < low <= high; got {(low, high)}")
-            setattr(self, name, (low, high))
+        flag("conv_bias", self.conv_bias)
+        self.decay_rate = bounds("decay_rate", self.decay_rate, 0)
+        self.decay_step = bounds("decay_step", self.decay_step, 0)
         if self.step_limit is not None:
-            low, high = self.step_limit
-            if not 0 <= low <= high:
-                raise ValueError(f"step_limit must be a range 0 <= low <= high; got {(low, high)}")
-            self.step_limit = (low, high)
+            self.step_limit = bounds("step_limit", self.step_limit, 0, open_end=True)
 
 
 class Mamba2State(NamedTuple):
@@ -157,5 +152,8 @@ def _heads(inner: int, config: Mamba2MixerConfig) -> tuple[int, int]:
         return config.heads, inner // config.heads
     head = min(config.head, inner)
     if inner % head:
-        raise ValueError(f"head must divide the inner width, expand * width = {inner}; got {head}")
+        raise ValueError(
+            f"head must divide the inner width, expand * width = {inner}; got {head}. "
+            "`heads` sets the number of heads instead"
+        )
     return inner // head, head

@@ -21,7 +21,7 @@ from ..ops import MemoryState, checks, trellis_memory, trellis_memory_step, unit
 from ..ops.memory import BACKENDS
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
 from ..ops.memory.start import MODES, VALUE_PASSES
-from .base import Mixer, at_least, check_streams, head_size
+from .base import Mixer, at_least, bounds, check_streams, head_size, positive
 from .layers import (
     DecayGate,
     GatedNorm,
@@ -121,13 +121,9 @@ class TrellisMixerConfig:
         self.normalize = check_streams("normalize", self.normalize)
         if self.learn_initial_memory is None:
             self.learn_initial_memory = self.phi in NORMALISING_PHI
-        for name in ("decay_rate", "decay_step"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ValueError(f"{name} must be a range 0 < low <= high; got {(low, high)}")
-            setattr(self, name, (low, high))
-        if not self.decay_temperature > 0:
-            raise ValueError(f"decay_temperature must be above 0; got {self.decay_temperature}")
+        self.decay_rate = bounds("decay_rate", self.decay_rate, 0)
+        self.decay_step = bounds("decay_step", self.decay_step, 0)
+        positive("decay_temperature", self.decay_temperature)
 
 
 class TrellisState(NamedTuple):

@@ -95,7 +95,12 @@ class TTTMixer(Mixer):
         self.g_proj = nn.Linear(dim, dim, bias=False) if config.output_gate else None
         streams = {"q": dim, "k": dim} if config.conv_width else {}
         self.convolutions = StreamConvolutions(
-            streams, config.conv_width, bias=True, activation="identity"
+            # Biases of the size of the weights would make all keys alike at first.
+            streams,
+            config.conv_width,
+            bias=True,
+            zero_bias=True,
+            activation="identity",
         )
         self.theta_offset = nn.Parameter(torch.empty(config.minibatch))
         self.initial_weight = nn.Parameter(torch.empty(self.heads, self.head, self.head))

@@ -2,8 +2,8 @@
 
     p(b | a) = (count(a b) + strength p(b)) / (count(a) + strength)
 
-p(b) is the token's share of the text. The strength is the one that does best on the held-out text
-itself, so that the count model is at its best.
+p(b) is the share of b among the tokens that another follows. The strength is the one that does best
+on the held-out text itself, so that the count model is at its best.
 """
 
 from __future__ import annotations

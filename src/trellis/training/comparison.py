@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..data import prepare_corpus
-from ..data.shards import open_corpus
+from ..data.shards import TokenStream, open_corpus
 from ..files import write_whole
 from ..models.presets import count_parameters
 from . import checkpoint as checkpoints
-from .bigram import bigram_loss
+from .bigram import LARGEST_VOCABULARY, bigram_loss
 from .loop import TrainingStopped
 from .metrics import read_metrics
 from .plot import draw_losses
@@ -28,8 +28,8 @@ VALIDATION = 0.03
 class Row:
     mixer: str
     parameters: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None  # None: it was not finite
+    last_loss: float | None
     validation_loss: float
     skipped_steps: int
     tokens_per_second: float
@@ -52,11 +52,18 @@ def compare(
             "a comparison takes each mixer as it is by default, so the recipe's model.mixer_config "
             f"must be empty; got {recipe.model.mixer_config}"
         )
+    if not mixers:
+        raise ValueError("mixers must name at least one")
     chosen = {mixer: _with_mixer(recipe, mixer) for mixer in mixers}
     for mixer, one in chosen.items():
         one.check()
         _check_same(out / mixer, one)
     prepare(recipe, say)
+    if _held_out(recipe).tokens < 2:
+        raise ValueError(
+            f"data.path {recipe.data.path} holds nothing out to compare on: prepare it with "
+            "--validation, or set data.validation_path"
+        )
     for mixer, one in chosen.items():
         run = out / mixer
         if not _finished(run, one):
@@ -115,7 +122,7 @@ def _finished(run: Path, recipe: Recipe) -> bool:
 
 def _row(mixer: str, recipe: Recipe, run: Path) -> Row:
     records = read_metrics(run)
-    trained = [record for record in records if record.get("loss") is not None]
+    trained = [record for record in records if "loss" in record]
     last = [record for record in records if "validation_loss" in record][-1]
     corpus = open_corpus(recipe.data.path)
     speeds = sorted(record["timing"]["tokens_per_second"] for record in trained)
@@ -125,23 +132,28 @@ def _row(mixer: str, recipe: Recipe, run: Path) -> Row:
         first_loss=trained[0]["loss"],
         last_loss=trained[-1]["loss"],
         validation_loss=last["validation_loss"],
-        skipped_steps=max(record.get("bad_steps", 0) for record in trained),
+        skipped_steps=trained[-1].get("bad_steps", 0),
         tokens_per_second=speeds[len(speeds) // 2],
     )
 
 
 def _bigram(recipe: Recipe) -> float | None:
-    """None where pairs of this vocabulary are too many, or nothing is held out."""
+    """None where pairs of this vocabulary are too many to count."""
     corpus = open_corpus(recipe.data.path)
-    if corpus.validation.tokens < 2 or recipe.data.validation_path is not None:
+    vocabulary = corpus.tokenizer().vocab_size
+    if vocabulary > LARGEST_VOCABULARY:
         return None
-    try:
-        return bigram_loss(
-            corpus.train, corpus.validation, corpus.tokenizer().vocab_size,
-            recipe.data.context, recipe.log.validation_tokens,
-        )  # fmt: skip
-    except ValueError:
-        return None
+    return bigram_loss(
+        corpus.train, _held_out(recipe), vocabulary,
+        recipe.data.context, recipe.log.validation_tokens,
+    )  # fmt: skip
+
+
+def _held_out(recipe: Recipe) -> TokenStream:
+    """The text that a run by this recipe is validated on."""
+    if recipe.data.validation_path is not None:
+        return open_corpus(recipe.data.validation_path).train
+    return open_corpus(recipe.data.path).validation
 
 
 def _table(rows: list[Row], counted: float | None) -> list[str]:
@@ -151,10 +163,14 @@ def _table(rows: list[Row], counted: float | None) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in sorted(rows, key=lambda row: row.validation_loss):
         difference = [] if counted is None else [f"{row.validation_loss - counted:+.3f}"]
-        cells = [row.mixer, f"{row.parameters:,}", f"{row.first_loss:.3f}", f"{row.last_loss:.3f}",
+        cells = [row.mixer, f"{row.parameters:,}", _loss(row.first_loss), _loss(row.last_loss),
                  f"{row.validation_loss:.3f}", *difference, str(row.skipped_steps),
                  f"{row.tokens_per_second:,.0f}"]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     if counted is not None:
         lines.append(f"| bigram counts of the training text | | | | {counted:.3f} | | | |")
     return ["Loss in nats per token.", "", *lines]
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.3f}"
