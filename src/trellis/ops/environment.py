@@ -1,9 +1,12 @@
-"""What surrounds a call: the environment variable, torch.compile, torch.func, forward mode."""
+"""What surrounds a call: the environment variable, autocast, torch.compile, torch.func."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -13,6 +16,8 @@ from . import checks
 VARIABLE = "TRELLIS_BACKEND"
 #: "triton" is the place of a GPU kernel; it is refused until there is one.
 BACKENDS = ("auto", "reference", "chunked", "native", "triton")
+
+Result = TypeVar("Result")
 
 
 def constant_when_compiled(function: Callable[[], str]) -> Callable[[], str]:
@@ -27,6 +32,25 @@ def asked_backend() -> str:
     asked = os.environ.get(VARIABLE, "auto")
     checks.choice(VARIABLE, asked, BACKENDS)
     return asked
+
+
+def uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    """What torch.compiler.disable does, without importing the compiler: one break of the graph."""
+
+    @functools.wraps(function)
+    def call(*arguments: object) -> Result:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments)
+        return function(*arguments)
+
+    return call
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off. Devices that have none, such as meta, have nothing to switch off."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def under_transform() -> bool:

@@ -1,7 +1,7 @@
 """Which tokens the i-th chunk of every sequence holds.
 
-Sequences may differ in length (a pack) and, in stale mode, in where their first mini-batch
-starts: one that goes on after `offset` tokens of a mini-batch is aligned by leaving the first
+Sequences may differ in length (a pack) and, where chunks are mini-batches, in where their first
+one starts: one that goes on after `offset` tokens of a mini-batch is aligned by leaving the first
 `offset` places of its first chunk empty. Sequences are sorted by their number of chunks, longest
 first, so that those still running at chunk i are the first `active(i)` of them.
 """
@@ -25,6 +25,8 @@ class ChunkLayout:
         order = sorted(range(len(counts)), key=lambda n: -counts[n])
         self.chunk = chunk
         self.device = device
+        #: Whether sorting changes nothing.
+        self.in_order = order == list(range(len(order)))
         self.order = torch.tensor(order, dtype=torch.long, device=device)
         self.counts = [counts[n] for n in order]
         self._first = [starts[n] - offsets[n] for n in order]
@@ -54,6 +56,7 @@ class ChunkLayout:
         return state.index_select(0, self.order)
 
     def unsort(self, state: Tensor) -> Tensor:
+        """The reverse of `sort`; a copy."""
         return torch.empty_like(state).index_copy_(0, self.order, state)
 
     def active(self, i: int) -> int:

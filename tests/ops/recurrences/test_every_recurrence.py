@@ -83,6 +83,7 @@ def test_lengths_around_chunks(name, tokens):
 @pytest.mark.parametrize("segment", [1, 200])
 def test_lengths_around_segments(name, segment, monkeypatch):
     monkeypatch.setattr(recurrence, "SEGMENT_TOKENS", segment)
+    monkeypatch.setattr(recurrence, "SEGMENT_LEAST", 1)
     compare(name, Shape(tokens=330, batch=2, heads=1))
     compare(name, Shape(lengths=(10, 200, 0, 129, 64)))
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from ..environment import no_autocast
 
 #: Logits must stay within these bounds: sums of their exponentials, and inverses, fit in fp32.
 LOGIT_BOUND = 32.0
@@ -45,7 +46,7 @@ def running_softmax(
         total = torch.zeros(expected, dtype=dtype, device=logits.device)
     checks.shape("total", total, expected, "[N,H,M]")
     total = total.to(dtype)
-    with torch.autocast(logits.device.type, enabled=False):
+    with no_autocast(logits.device):
         weights = logits.to(dtype).exp()
         if cu_seqlens is None or count == 0:
             return _run(weights, total)

@@ -7,7 +7,7 @@ those of states are [sequences * heads, ...]. A chunk is a mini-batch.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class TTT(Recurrence):
     """
 
     chunk: int = 16
+    #: The model. No segment after the first continues a mini-batch, so none reads pending.
+    changing: ClassVar[int | None] = 1
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         q = inputs[0]
