@@ -145,13 +145,11 @@ class _Chunks:
         return dvalues, dafter, current.view_as(dfinal)
 
     def _seen(self, scores: Tensor) -> Tensor:
-        """In place: decayed, and zero where a row does not see a write."""
-        c = self.tokens
-        if self.decay is None:
-            ones = scores.new_ones(c, c)
-            return scores.mul_(torch.cat([ones.tril(-1), ones.tril()]))
-        _halves(scores).mul_(self.decay.within[:, None])
-        scores[:, :c].diagonal(dim1=1, dim2=2).zero_()
+        """In place: decayed, and zero, also for inf and NaN, where a row does not see a write."""
+        if self.decay is not None:
+            _halves(scores).mul_(self.decay.within[:, None])
+        scores[:, : self.tokens].tril_(-1)
+        scores[:, self.tokens :].tril_()
         return scores
 
 
