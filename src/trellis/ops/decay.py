@@ -47,10 +47,11 @@ class Decay:
 
 
 def flushed(weights: Tensor) -> Tensor:
-    """0 in place of weights so small that their products would leave the range of normal numbers.
+    """0 in place of weights below 5e-26 (in fp32), which lead out of the range of normal numbers.
 
-    Processors compute with the numbers beyond it many times slower. It is far below any rounding:
-    5e-26 in fp32.
+    Processors compute with the numbers beyond it many times slower. A weight that is left stays
+    normal when multiplied by anything above 2e-13. What is dropped is far below the rounding of
+    memories whose size does not differ by as many powers of ten.
     """
     return F.hardshrink(weights, torch.finfo(weights.dtype).tiny ** (2 / 3))
 
