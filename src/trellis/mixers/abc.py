@@ -19,7 +19,7 @@ from ..ops import SlotState, checks, gated_slots, running_softmax, silu_product
 from ..ops.gated_slots import LOGIT_BOUND
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, at_least, even_head_size, head_size
-from .layers import RMSNorm, blank_state, rotary, rotate, sequences, wide
+from .layers import RMSNorm, blank_state, places, rotary, rotate, sequences, wide
 
 WRITES = ("time", "slots")
 
@@ -92,7 +92,8 @@ class ABCMixer(Mixer):
         length = state.length
         if length is not None:
             assert self.config.rope_theta is not None
-            place, length = _places(length, x.shape[1], cu_seqlens)
+            place = places(length, x.shape[1], cu_seqlens)
+            length = length + (x.shape[1] if cu_seqlens is None else cu_seqlens.diff())
             angles = rotary(place[..., None], self.head, self.config.rope_theta, q.dtype)
             q, k = rotate(q, *angles), rotate(k, *angles)
 
@@ -132,13 +133,3 @@ class ABCMixer(Mixer):
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""
         return x.unflatten(-1, (self.heads, -1))
-
-
-def _places(length: Tensor, tokens: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The place of every token in its sequence, [B, T], and the lengths afterwards, [N]."""
-    row = torch.arange(tokens, device=length.device)
-    if cu_seqlens is None:
-        return length[:, None] + row, length + tokens
-    read = cu_seqlens.diff()
-    offset = torch.repeat_interleave(length - cu_seqlens[:-1], read)
-    return (offset + row)[None], length + read

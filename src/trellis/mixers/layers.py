@@ -165,6 +165,16 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat([-second, first], dim=-1) * sine
 
 
+def places(before: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
+    """The place of every token, [B, T], where `before` [N] tokens were read before the first."""
+    row = torch.arange(tokens, device=before.device)
+    if cu_seqlens is None:
+        return before[:, None] + row
+    bounds = cu_seqlens.long()
+    first = (before - bounds[:-1]).repeat_interleave(bounds.diff(), output_size=tokens)
+    return (first + row)[None]
+
+
 def assign_(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter, unless transformers has marked it as filled from a checkpoint."""
     if not getattr(parameter, "_is_hf_initialized", False):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ops import TTTState, checks, ttt_linear
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, at_least, even_head_size, head_size
-from .layers import StreamConvolutions, rotary, rotate, sequences, wide
+from .layers import StreamConvolutions, places, rotary, rotate, sequences, wide
 
 #: Of the layer norm over the width, as in the op.
 NORM_EPSILON = 1e-6
@@ -130,7 +130,7 @@ class TTTMixer(Mixer):
         q, k, v = (self._split(s) for s in (streams["q"], streams["k"], self.v_proj(x)))
         if self.config.rope_theta is not None:
             assert state.inner.offset is not None
-            place = _places(state.inner.offset, x.shape[1], cu_seqlens)
+            place = places(state.inner.offset, x.shape[1], cu_seqlens)
             place = place.remainder(self.config.minibatch)
             cosine, sine = rotary(place, self.head, self.config.rope_theta, q.dtype)
             cosine, sine = cosine[:, :, None], sine[:, :, None]
@@ -178,13 +178,3 @@ class TTTMixer(Mixer):
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, T, H, D]"""
         return x.unflatten(-1, (self.heads, self.head))
-
-
-def _places(before: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The place of every token, [B, T], where `before` [N] tokens were read before the first."""
-    row = torch.arange(tokens, device=before.device)
-    if cu_seqlens is None:
-        return before[:, None] + row
-    bounds = cu_seqlens.long()
-    first = (before - bounds[:-1]).repeat_interleave(bounds.diff(), output_size=tokens)
-    return (first + row)[None]
