@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,39 @@ def shape(name: str, tensor: Tensor, expected: Sequence[int], letters: str) -> N
 def dimensions(name: str, tensor: Tensor, letters: str) -> None:
     if tensor.dim() != len(letters.split(",")):
         raise ValueError(f"{name} must have shape {letters}; got {list(tensor.shape)}")
+
+
+def not_empty(name: str, tensor: Tensor, letters: str) -> None:
+    """[B, T, ...]: there may be no sequences and no tokens, but not no heads and no channels."""
+    if 0 in tensor.shape[2:]:
+        raise ValueError(
+            f"{name} must have shape {letters} with sizes of at least 1 behind B and T; "
+            f"got {list(tensor.shape)}"
+        )
+
+
+def parts(name: str, given: object, counts: Sequence[int], what: str) -> tuple[Any, ...]:
+    """The parts of a state that may be a tuple or a list of so many."""
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"{name} must be {what}; got {type(given).__name__}")
+    if len(given) not in counts:
+        raise TypeError(f"{name} must be {what}; got {type(given).__name__} of {len(given)}")
+    return tuple(given)
+
+
+def offsets(offset: Tensor, minibatch: int) -> list[int]:
+    """How many tokens of its mini-batch each sequence has read, as numbers."""
+    if not isinstance(offset, Tensor):
+        raise TypeError(f"initial_state.offset must be a tensor; got {type(offset).__name__}")
+    if offset.is_floating_point() or offset.dtype == torch.bool:
+        raise TypeError(f"initial_state.offset must be of an integer type; got {offset.dtype}")
+    found = [int(o) for o in offset.tolist()]
+    if any(not 0 <= o < minibatch for o in found):
+        raise ValueError(
+            f"initial_state.offset must lie in 0 .. minibatch - 1 = {minibatch - 1}; got "
+            f"{found}. Was the state made with another minibatch?"
+        )
+    return found
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -52,6 +52,7 @@ def causal_convolution(
     reach = weight.shape[1] - 1
     if tail is None:
         tail = x.new_zeros(count, reach, channels)
+    checks.floats(x=x, tail=tail)
     checks.shape("tail", tail, (count, reach, channels), "[N,W-1,D]")
     tail = tail.to(x.dtype)
     given = (t for t in (x, weight, bias, tail) if t is not None)

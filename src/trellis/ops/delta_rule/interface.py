@@ -64,6 +64,8 @@ def delta_rule(
     if log_decay is not None:
         checks.shape("log_decay", log_decay, lead, "[B,T,H]")
 
+    checks.not_empty("q", q, "[B,T,H,K]")
+    checks.not_empty("v", v, "[B,T,H,V]")
     dtype = checks.compute_dtype(*given.values())
     expected = (checks.sequences(batch, cu_seqlens, q.device), heads, size, v.shape[3])
     if initial_state is None:

@@ -62,10 +62,12 @@ def gated_slots(
     checks.floats(**given)
     checks.dimensions("q", q, "[B,T,H,K]")
     lead = q.shape[:3]
+    checks.not_empty("q", q, "[B,T,H,K]")
     checks.shape("k", k, q.shape, "[B,T,H,K]")
     for name, tensor, letter in (("v", v, "V"), ("write", write, "M")):
         checks.dimensions(name, tensor, f"[B,T,H,{letter}]")
         checks.shape(name, tensor, (*lead, tensor.shape[3]), f"[B,T,H,{letter}]")
+        checks.not_empty(name, tensor, f"[B,T,H,{letter}]")
     if log_decay is not None:
         checks.shape("log_decay", log_decay, write.shape, "[B,T,H,M]")
     count = checks.sequences(q.shape[0], cu_seqlens, q.device)
@@ -95,13 +97,9 @@ def _start(
     if given is None:
         keys, values = (torch.zeros(s, dtype=dtype, device=q.device) for s in shapes.values())
         return keys, values
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ValueError(
-            "initial_state must be a SlotState or the pair (keys, values); "
-            f"got {type(given).__name__}"
-        )
-    for (name, expected), tensor in zip(shapes.items(), given):
+    found = checks.parts("initial_state", given, (2,), "a SlotState or the pair (keys, values)")
+    for (name, expected), tensor in zip(shapes.items(), found):
         name = f"initial_state.{name}"
         checks.floats(**{"q": q, name: tensor})
         checks.shape(name, tensor, expected, "[N,H,M,K]" if name.endswith("keys") else "[N,H,M,V]")
-    return given[0].to(dtype), given[1].to(dtype)
+    return found[0].to(dtype), found[1].to(dtype)

@@ -26,7 +26,8 @@ def running_softmax(
         log_decay_t = log(total_{t-1} / total_t)
 
     Args:
-        logits: [B, T, H, M], within -32 and 32 (see LOGIT_BOUND).
+        logits: [B, T, H, M], within -32 and 32 (LOGIT_BOUND). That is not checked, which would
+            wait for the device: clamp them, as the mixer does. Beyond about 88 fp32 gives NaN.
         total: [N, H, M], what the sums have come to; zeros, the start, by default. Where it is 0
             the memory is empty, and log_decay is finite only for the sake of gradients.
         cu_seqlens: [N+1] bounds of N sequences packed into one row. Without it N = B.
@@ -39,6 +40,7 @@ def running_softmax(
     """
     checks.floats(logits=logits, **({} if total is None else {"total": total}))
     checks.dimensions("logits", logits, "[B,T,H,M]")
+    checks.not_empty("logits", logits, "[B,T,H,M]")
     count = checks.sequences(logits.shape[0], cu_seqlens, logits.device)
     dtype = checks.compute_dtype(logits)
     expected = (count, *logits.shape[2:])
@@ -48,9 +50,11 @@ def running_softmax(
     total = total.to(dtype)
     with no_autocast(logits.device):
         weights = logits.to(dtype).exp()
-        if cu_seqlens is None or count == 0:
+        if cu_seqlens is None:
             return _run(weights, total)
         bounds = checks.bounds(cu_seqlens, logits.shape[1])
+        if count == 0:
+            return weights, weights, total
         runs = [
             _run(weights[:, begin:end], total[n : n + 1])
             for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))

@@ -62,6 +62,8 @@ def linear_attention(
     groups, width = q.shape[2:]
     checks.shape("q", q, (batch, tokens, groups, width), "[B,T,G,K]")
     checks.shape("k", k, q.shape, "[B,T,G,K]")
+    checks.not_empty("q", q, "[B,T,G,K]")
+    checks.not_empty("v", v, "[B,T,H,V]")
     if heads % groups:
         raise ValueError(f"the groups of q must divide the heads of v, {heads}; got {groups}")
     if log_decay is not None:
@@ -103,12 +105,10 @@ def _start(
         return torch.zeros(*lead, values + normalize, dtype=dtype, device=like.device)
     if isinstance(state, Tensor):
         state = LinearAttentionState(state)
-    elif not isinstance(state, tuple) or len(state) != 2:
-        raise TypeError(
-            "initial_state must be a LinearAttentionState or its memory; "
-            f"got {type(state).__name__}"
-        )
-    memory, normalizer = state
+    memory, normalizer = checks.parts(
+        "initial_state", state, (2,), "a LinearAttentionState or its memory"
+    )
+    checks.floats(**{"v": like, "initial_state.memory": memory})
     checks.shape("initial_state.memory", memory, shape, "[N,H,K,V]")
     if (normalizer is not None) != normalize:
         there = "there is none" if normalizer is None else "there is one"
@@ -119,5 +119,6 @@ def _start(
     memory = memory.to(dtype)
     if normalizer is None:
         return memory
+    checks.floats(**{"v": like, "initial_state.normalizer": normalizer})
     checks.shape("initial_state.normalizer", normalizer, shape[:3], "[N,H,K]")
     return torch.cat([memory, normalizer.to(dtype)[..., None]], dim=-1)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .. import checks
 from ..layout import ChunkLayout, ChunkRows
 from . import chunk as one
 from .activations import PHI
-from .start import checked_offsets
 
 #: Tokens per chunk in exact mode, and tokens between two saved memories.
 EXACT_CHUNK = 32
@@ -59,7 +59,7 @@ class _Inputs:
         self.heads = memory.shape[1]
         self.layout = ChunkLayout.of(
             x.shape[0], x.shape[1], cu_seqlens, chunk_size(minibatch), memory.device,
-            None if offset is None else checked_offsets(offset, minibatch),
+            None if offset is None else checks.offsets(offset, minibatch),
         )  # fmt: skip
 
     def chunk(self, i: int) -> tuple[ChunkRows, tuple[Tensor, ...]]:

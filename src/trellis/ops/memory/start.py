@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from .. import checks
 from .state import PassState, anchored
@@ -39,19 +38,7 @@ def pass_state(
         return PassState(memory, memory, offset)
     checks.shape(f"{name} offset", offset, expected[:1], "[N]")
     if offset.device.type == "cpu" and not torch.compiler.is_compiling():
-        checked_offsets(offset, minibatch)  # elsewhere reading it would wait for the device
+        checks.offsets(offset, minibatch)  # elsewhere reading it would wait for the device
     assert state.anchor is not None
     checks.shape(f"{name} anchor", state.anchor, expected, "[N,H,M,D]")
     return PassState(memory, anchored(memory, state.anchor.to(dtype), offset), offset)
-
-
-def checked_offsets(offset: Tensor, minibatch: int) -> list[int]:
-    if offset.is_floating_point():
-        raise TypeError(f"initial_state.offset must be of an integer type; got {offset.dtype}")
-    offsets = [int(o) for o in offset.tolist()]
-    if any(not 0 <= o < minibatch for o in offsets):
-        raise ValueError(
-            f"initial_state.offset must lie in 0 .. minibatch - 1 = {minibatch - 1}; got "
-            f"{offsets}. Was the state made with another minibatch?"
-        )
-    return offsets

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..memory.start import checked_offsets
 from ..recurrence import run
 from .chunked import TTT
 
@@ -68,8 +67,11 @@ def ttt_linear(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    checks.floats(q=q, k=k, v=v, eta=eta, theta=theta, norm_weight=norm_weight, norm_bias=norm_bias)
+    given = {"q": q, "k": k, "v": v, "eta": eta, "theta": theta}
+    given |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
+    checks.floats(**given)
     checks.dimensions("q", q, "[B,T,H,D]")
+    checks.not_empty("q", q, "[B,T,H,D]")
     batch, tokens, heads, size = q.shape
     checks.shape("k", k, q.shape, "[B,T,H,D]")
     checks.shape("v", v, q.shape, "[B,T,H,D]")
@@ -78,8 +80,10 @@ def ttt_linear(
     checks.shape("norm_weight", norm_weight, (heads, size), "[H,D]")
     checks.shape("norm_bias", norm_bias, (heads, size), "[H,D]")
     count = checks.sequences(batch, cu_seqlens, q.device)
-    dtype = checks.compute_dtype(q, k, v, eta)
-    model, steps, offset, offsets = _start(initial_state, (count, heads, size), minibatch, dtype)
+    dtype = checks.compute_dtype(*given.values())
+    model, steps, offset, offsets = _start(
+        initial_state, (count, heads, size), minibatch, dtype, q.device
+    )
 
     constants = (
         x.to(dtype).expand(count, heads, x.shape[-1]) for x in (theta, norm_weight, norm_bias)
@@ -107,34 +111,46 @@ def _minibatch(theta: Tensor, heads: int) -> int:
 
 
 def _start(
-    state: TTTState | tuple[Tensor, Tensor],
+    given: TTTState | tuple[Tensor, Tensor],
     sizes: tuple[int, int, int],
     minibatch: int,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Model and steps [N, H, D+1, D], the bias their last row; the offset, also as numbers."""
-    state = TTTState(*state)
-    model = _joined("weight", state.weight, "bias", state.bias, sizes, dtype)
+    parts = checks.parts("initial_state", given, (2, 5), "a TTTState or the pair (weight, bias)")
+    state = TTTState(*parts)
+    model = _joined("weight", state.weight, "bias", state.bias, sizes, dtype, device)
+    # A mini-batch that is about to start has taken no steps, whatever a state says.
+    none = model.new_zeros(()).expand_as(model)
     if state.offset is None:
         if state.weight_steps is not None or state.bias_steps is not None:
             raise ValueError("initial_state.offset must be given with weight_steps, bias_steps")
-        offset = torch.zeros(sizes[0], dtype=torch.long, device=model.device)
-        return model, torch.zeros_like(model), offset, [0] * sizes[0]
-    checks.shape("initial_state.offset", state.offset, sizes[:1], "[N]")
-    offsets = checked_offsets(state.offset, minibatch)
+        return model, none, torch.zeros(sizes[0], dtype=torch.long, device=device), [0] * sizes[0]
+    offset, offsets = state.offset, _offsets(state.offset, sizes[0], minibatch, device)
     if state.weight_steps is None or state.bias_steps is None:
         if any(offsets):
             raise ValueError(
                 "initial_state.weight_steps and bias_steps must be given inside a mini-batch; "
                 f"offset is {offsets}"
             )
-        return model, torch.zeros_like(model), state.offset, offsets
+        return model, none, offset, offsets
     steps = _joined(
-        "weight_steps", state.weight_steps, "bias_steps", state.bias_steps, sizes, dtype
+        "weight_steps", state.weight_steps, "bias_steps", state.bias_steps, sizes, dtype, device
     )
-    if not all(offsets):  # a mini-batch that is about to start has taken no steps
-        steps = torch.where(state.offset.eq(0)[:, None, None, None], 0.0, steps)
-    return model, steps, state.offset, offsets
+    if not any(offsets):
+        return model, none, offset, offsets
+    return model, torch.where(offset.eq(0)[:, None, None, None], none, steps), offset, offsets
+
+
+def _offsets(offset: Tensor, count: int, minibatch: int, device: torch.device) -> list[int]:
+    if isinstance(offset, Tensor) and offset.is_meta:
+        return [0] * count  # there is nothing to read
+    offsets = checks.offsets(offset, minibatch)
+    checks.shape("initial_state.offset", offset, (count,), "[N]")
+    if offset.device != device:
+        raise ValueError(f"initial_state.offset must be on {device}; got {offset.device}")
+    return offsets
 
 
 def _joined(
@@ -144,10 +160,13 @@ def _joined(
     bias: Tensor,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     count, heads, size = sizes
     weight_name, bias_name = f"initial_state.{weight_name}", f"initial_state.{bias_name}"
     checks.floats(**{weight_name: weight, bias_name: bias})
+    if weight.device != device:
+        raise ValueError(f"{weight_name} must be on {device} like q; got {weight.device}")
     checks.shape(weight_name, weight, (count, heads, size, size), "[N,H,D,D]")
     checks.shape(bias_name, bias, (count, heads, size), "[N,H,D]")
     return torch.cat([weight.to(dtype), bias.to(dtype)[:, :, None]], dim=2)

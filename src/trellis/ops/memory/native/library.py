@@ -14,7 +14,6 @@ from ... import checks
 from ...native import build
 from ...native.pages import in_large_pages
 from ..library import refuse_double_backward
-from ..start import checked_offsets
 
 SOURCE = build.Source(
     "memory",
@@ -132,7 +131,7 @@ class _Call:
         else:
             bounds = checks.bounds(cu_seqlens, tokens)
             rows = [(0, begin, end - begin) for begin, end in zip(bounds, bounds[1:])]
-        offsets = [0] * sequences if offset is None else checked_offsets(offset, minibatch)
+        offsets = [0] * sequences if offset is None else checks.offsets(offset, minibatch)
         segment = segment_tokens(minibatch)
         self.table = (_Sequence * max(sequences, 1))()
         place = self.places = 0
