@@ -182,3 +182,36 @@ def test_names_and_fields_are_checked():
     with pytest.raises(ValueError, match="heads must divide the width, 32; got 3"):
         build_mixer("trellis", DIM, 3)
     assert {"trellis", "transformer"} <= set(MIXERS)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_compiled(name):
+    """torch.compile changes neither the output nor a gradient."""
+    mixer = build(name)
+    x = torch.randn(2, 20, DIM, requires_grad=True)
+
+    def results(function):
+        y, _ = function(x)
+        loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
+        return y, *torch.autograd.grad(loss, [x, *mixer.parameters()])
+
+    torch.compiler.reset()
+    for actual, expected in zip(results(torch.compile(mixer, backend="eager")), results(mixer)):
+        assert relative_rms(actual, expected) < 1e-6
+
+
+@every_mixer
+def test_backward_inside_autocast(case):
+    mixer = build(case)
+    x = torch.randn(2, 20, DIM, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for tokens in (20, 1):
+            y, _ = mixer(x[:, :tokens])
+            y.float().sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@every_mixer
+def test_a_pack_of_nothing(case):
+    y, _ = build(case)(torch.randn(1, 0, DIM), None, torch.tensor([0]))
+    assert y.shape == (1, 0, DIM)

@@ -144,3 +144,11 @@ def test_silu_at_the_end_of_the_numbers_is_as_in_torch():
     x = torch.tensor([-1e38, -1e30, -100.0, 1e38]).expand(1, 3, 4)
     y, _ = causal_convolution(x, torch.ones(4, 1), activation="silu")
     assert torch.allclose(y, F.silu(x), atol=1e-37, rtol=1e-6)
+
+
+def test_a_tail_of_another_kind_is_named():
+    x, weight = torch.randn(2, 9, 3), torch.randn(3, 4)
+    with pytest.raises(TypeError, match="tail must be of a floating-point type"):
+        causal_convolution(x, weight, tail=torch.zeros(2, 3, 3).long())
+    with pytest.raises(ValueError, match="tail must be on cpu like the rest; got meta"):
+        causal_convolution(x, weight, tail=torch.zeros(2, 3, 3, device="meta"))

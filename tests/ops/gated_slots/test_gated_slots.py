@@ -22,7 +22,9 @@ def tensors(tokens=5, dtype=torch.float32):
 def test_a_wrong_shape_is_named(name):
     given = tensors()
     for wrong in (given[name][0], given[name][:, :4]):
-        with pytest.raises(ValueError, match=r"must have shape \[B,T,H"):
+        # What the others are compared with is q: a short q shows in k.
+        named = "k" if name == "q" and wrong.dim() == 4 else name
+        with pytest.raises(ValueError, match=rf"^{named} must have shape \[B,T,H"):
             gated_slots(**(given | {name: wrong}))
     with pytest.raises(TypeError, match=f"{name} must be of a floating-point type"):
         gated_slots(**(given | {name: given[name].long()}))
@@ -35,10 +37,21 @@ def test_a_wrong_state_is_named():
         gated_slots(**given, initial_state=(keys.mT, values))
     with pytest.raises(ValueError, match=r"initial_state.values must have shape \[N,H,M,V\]"):
         gated_slots(**given, initial_state=(keys, values[:1]))
-    with pytest.raises(ValueError, match="initial_state must be a SlotState"):
-        gated_slots(**given, initial_state=keys)
+    for wrong in (keys, [keys], "state"):
+        with pytest.raises(TypeError, match="initial_state must be a SlotState"):
+            gated_slots(**given, initial_state=wrong)
+    with pytest.raises(TypeError, match=r"initial_state\.values must be a tensor; got NoneType"):
+        gated_slots(**given, initial_state=(keys, None))
     with pytest.raises(ValueError, match="backend must be one of"):
         gated_slots(**given, backend="native")
+
+
+@pytest.mark.parametrize(("name", "axis"), [("q", 2), ("q", 3), ("v", 3), ("write", 3)])
+def test_a_size_of_zero_is_named(name, axis):
+    given = tensors()
+    given[name] = given[name].narrow(axis, 0, 0)
+    with pytest.raises(ValueError, match=f"^{name} must have shape .* with sizes of at least 1"):
+        gated_slots(**given)
 
 
 def test_scale_is_that_of_attention():

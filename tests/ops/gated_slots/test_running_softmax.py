@@ -71,6 +71,14 @@ def test_logits_at_their_bounds():
     assert logits.grad.abs().max() > 0
 
 
+def test_a_pack_of_nothing():
+    write, log_decay, total = running_softmax(torch.randn(1, 0, 2, 3), cu_seqlens=torch.tensor([0]))
+    assert write.shape == log_decay.shape == (1, 0, 2, 3)
+    assert total.shape == (0, 2, 3)
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
+        running_softmax(torch.randn(1, 5, 2, 3), cu_seqlens=torch.tensor([0]))
+
+
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"logits must have shape \[B,T,H,M\]"):
         running_softmax(draw(3)[0])

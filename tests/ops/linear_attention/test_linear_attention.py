@@ -92,6 +92,14 @@ WRONG = [
         },
         r"initial_state.normalizer must have shape \[N,H,K\] = \[2, 6, 8\]; got",
     ),
+    ({"initial_state": torch.zeros(2, 6, 8, 5).long()}, r"memory must be of a floating-point type"),
+    ({"initial_state": (None, None)}, "initial_state.memory must be a tensor; got NoneType"),
+    (
+        {"q": torch.zeros(2, 9, 0, 8), "k": torch.zeros(2, 9, 0, 8)},
+        "q must .* with sizes of at least 1",
+    ),
+    ({"q": torch.zeros(2, 9, 2, 0), "k": torch.zeros(2, 9, 2, 0)}, "q must .* of at least 1"),
+    ({"v": torch.zeros(2, 9, 6, 0)}, "v must have shape .* with sizes of at least 1"),
     ({"backend": "native"}, "backend must be one of auto, reference, chunked; got 'native'"),
 ]
 

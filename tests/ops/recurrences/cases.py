@@ -65,7 +65,8 @@ class Case:
     """A problem: its tensors, and the op on them.
 
     over_tokens: inputs [B, T, ...]. states: initial states [N, ...]. call(inputs, states,
-    cu_seqlens, backend) returns y and the final states, named as the initial ones.
+    cu_seqlens, backend) returns y and the final states, named as the initial ones. What no token
+    changes, such as a parameter, is among the initial states only.
     """
 
     over_tokens: dict[str, Tensor]

@@ -80,10 +80,10 @@ def test_lengths_around_chunks(name, tokens):
 
 
 @every_recurrence
-@pytest.mark.parametrize("segment", [1, 200])
-def test_lengths_around_segments(name, segment, monkeypatch):
+@pytest.mark.parametrize(("segment", "least"), [(1, 1), (200, 1), (1, 64)])
+def test_lengths_around_segments(name, segment, least, monkeypatch):
     monkeypatch.setattr(recurrence, "SEGMENT_TOKENS", segment)
-    monkeypatch.setattr(recurrence, "SEGMENT_LEAST", 1)
+    monkeypatch.setattr(recurrence, "SEGMENT_LEAST", least)
     compare(name, Shape(tokens=330, batch=2, heads=1))
     compare(name, Shape(lengths=(10, 200, 0, 129, 64)))
 
@@ -100,10 +100,11 @@ def test_pieces_equal_the_whole(name, backend, pieces, seed):
         outputs, begin = [], 0
         for length in pieces:
             part = {k: x[:, begin : begin + length] for k, x in inputs.items()}
-            y, states = case.call(part, states, None, backend)
+            y, finals = case.call(part, states, None, backend)
+            states = states | finals
             outputs.append(y)
             begin += length
-        return torch.cat(outputs, dim=1), states
+        return torch.cat(outputs, dim=1), finals
 
     whole = results(case, None, backend, torch.float64)
     apart = results(
@@ -145,9 +146,164 @@ def test_torch_func(name):
     case = CASES[name](Shape(tokens=9, batch=1))
     first = next(iter(case.over_tokens))
 
-    def loss(x):
-        return case.call(case.over_tokens | {first: x}, case.states, None, "auto")[0].sum()
+    def loss(x, backend="auto"):
+        return case.call(case.over_tokens | {first: x}, case.states, None, backend)[0].sum()
 
     x = case.over_tokens[first].clone().requires_grad_()
     (expected,) = torch.autograd.grad(loss(x), [x])
     assert relative_rms(torch.func.grad(loss)(x.detach()), expected) < 1e-10
+    with pytest.raises(RuntimeError, match=r"backend='chunked' cannot run inside torch\.func"):
+        torch.func.grad(lambda x: loss(x, "chunked"))(x.detach())
+
+
+def gradients(case, wanted, dtype=torch.float32, convert=lambda t: t):
+    """The gradients of the tensors that `wanted` names, with all else left out of the graph."""
+    tensors = {n: convert(t.to(dtype)) for n, t in case.over_tokens.items()}
+    states = {n: t.float() for n, t in case.states.items()}
+    for name in wanted:
+        for group in (tensors, states):
+            if name in group:
+                group[name].requires_grad_()
+    y, _ = case.call(tensors, states, None, "chunked")
+    weight = torch.linspace(-1, 1, y.numel()).view_as(y)
+    (y.float() * weight).sum().backward()
+    return {n: g.grad for n, g in (tensors | states).items() if n in wanted}
+
+
+def assert_same(actual, expected, limit=1e-6):
+    assert actual.keys() == expected.keys()
+    for what, value in expected.items():
+        assert (actual[what] is None) == (value is None), what
+        if value is not None:
+            assert relative_rms(actual[what], value) <= limit, what
+
+
+@every_recurrence
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_backward_inside_autocast(name, tokens):
+    case = CASES[name](Shape(tokens=tokens))
+    expected = gradients(case, case.over_tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients(case, case.over_tokens)
+    assert_same(actual, expected)
+
+
+@every_recurrence
+def test_gradients_of_inputs_alone_and_of_states_alone(name):
+    case = CASES[name](Shape(tokens=70))
+    names = [*case.over_tokens, *case.states]
+    expected = gradients(case, names)
+    for part in (case.over_tokens, case.states, names[:1]):
+        alone = gradients(case, part)
+        for what, value in alone.items():
+            if value is not None or expected[what] is not None:
+                assert relative_rms(value, expected[what]) <= 1e-6, what
+
+
+@every_recurrence
+def test_inputs_that_are_not_contiguous(name):
+    case = CASES[name](Shape(tokens=70))
+    expected = gradients(case, case.over_tokens)
+    apart = gradients(
+        case,
+        case.over_tokens,
+        convert=lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    )
+    assert_same(apart, expected)
+
+
+@every_recurrence
+def test_bounds_in_int32(name):
+    shape = Shape(lengths=(10, 0, 40))
+    case = CASES[name](shape)
+    for backend in ("reference", "chunked"):
+        found = [
+            {"y": y} | finals
+            for y, finals in (
+                case.call(case.over_tokens, case.states, bounds, backend)
+                for bounds in (shape.cu_seqlens.int(), shape.cu_seqlens)
+            )
+        ]
+        assert_same(*found)
+
+
+@every_recurrence
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_pack_of_nothing(name, backend):
+    case = CASES[name](Shape(lengths=()))
+    y, finals = case.call(case.over_tokens, case.states, torch.tensor([0]), backend)
+    assert y.shape[:2] == (1, 0)
+    assert {len(final) for final in finals.values()} == {0}
+    case = CASES[name](Shape(lengths=(7,)))
+    states = {n: t[:0] if n in finals else t for n, t in case.states.items()}
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 7"):
+        case.call(case.over_tokens, states, torch.tensor([0]), backend)
+
+
+@every_recurrence
+@pytest.mark.parametrize("graded", [True, False])
+def test_what_is_kept_for_the_backward(name, graded):
+    """The inputs, and states that take less; nothing where no gradients are wanted."""
+    case = CASES[name](Shape(batch=64, tokens=128, heads=1, key=64, value=64, slots=64))
+    inputs = {n: t.float().requires_grad_() for n, t in case.over_tokens.items()}
+    states = {n: t.float() for n, t in case.states.items()}
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, torch.set_grad_enabled(graded):
+        case.call(inputs, states, None, "chunked")
+    assert sum(kept.values()) < graded * 2 * sum(x.nbytes for x in inputs.values()) + 1
+
+
+@every_recurrence
+def test_on_meta(name):
+    """Shapes without numbers, as for `torch.device("meta")` models."""
+    case = CASES[name](Shape(tokens=70))
+    inputs, states = (
+        {n: t.to("meta").requires_grad_() for n, t in group.items()}
+        for group in (case.over_tokens, case.states)
+    )
+    y, _ = case.call(inputs, states, None, "auto")
+    assert y.device.type == "meta"
+    expected, _ = case.call(case.over_tokens, case.states, None, "auto")
+    assert y.shape == expected.shape
+    y.sum().backward()
+    assert all(t.grad.shape == t.shape for t in inputs.values())
+
+
+@every_recurrence
+def test_backends_of_the_environment(name, monkeypatch):
+    case = CASES[name](Shape(tokens=1))
+
+    def ran(backend):
+        monkeypatch.setenv("TRELLIS_BACKEND", backend)
+        inputs = {n: t.clone().requires_grad_() for n, t in case.over_tokens.items()}
+        graph = case.call(inputs, case.states, None, "auto")[1]
+        nodes, seen = [next(iter(graph.values())).grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [before for before, _ in node.next_functions]
+        return "chunked" if any("_Chunked" in node.name() for node in seen) else "reference"
+
+    assert ran("auto") == ran("native") == ran("reference") == "reference"
+    assert ran("chunked") == "chunked"
+    with pytest.raises(NotImplementedError, match="TRELLIS_BACKEND='triton' is not part of this"):
+        ran("triton")
+
+
+@every_recurrence
+def test_gradients_of_half_precision(name):
+    case = CASES[name](Shape(tokens=70))
+    rounded = type(case)(
+        {n: t.bfloat16().double() for n, t in case.over_tokens.items()}, case.states, case.call
+    )
+    expected = gradients(rounded, case.over_tokens)
+    actual = gradients(rounded, case.over_tokens, torch.bfloat16)
+    assert {g.dtype for g in actual.values()} == {torch.bfloat16}
+    assert_same(actual, expected, 1e-2)

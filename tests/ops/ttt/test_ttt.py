@@ -54,6 +54,36 @@ def test_what_does_not_fit_is_named(changes, message):
         ttt_linear(**arguments(**changes))
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, r" must be a TTTState or the pair \(weight, bias\); got NoneType"),
+        (STATE.weight, " must be a TTTState .*; got Tensor"),
+        ((STATE.weight,), " must be a TTTState .*; got tuple of 1"),
+        ((*STATE, None), " must be a TTTState .*; got tuple of 6"),
+        ((STATE.weight, None), r"\.bias must be a tensor; got NoneType"),
+        (STATE._replace(offset=[0, 0]), r"\.offset must be a tensor; got list"),
+        (STATE._replace(offset=torch.zeros(2)), r"\.offset must be of an integer type; got"),
+        (STATE._replace(offset=torch.zeros(2).bool()), r"\.offset must be of an integer type; got"),
+    ],
+)
+def test_a_state_of_the_wrong_kind_is_named(state, message):
+    with pytest.raises(TypeError, match="initial_state" + message):
+        ttt_linear(**arguments(initial_state=state))
+
+
+def test_devices_of_a_state():
+    with pytest.raises(ValueError, match=r"initial_state\.weight must be on cpu like q; got meta"):
+        ttt_linear(**arguments(initial_state=tuple(t.to("meta") for t in STATE[:2])))
+
+
+def test_any_fp64_argument_makes_it_fp64():
+    for name in ("theta", "norm_bias"):
+        given = arguments()
+        given[name] = given[name].double()
+        assert ttt_linear(**given, output_final_state=True)[1].weight.dtype == torch.float64
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_theta_is_for_all_heads_or_for_each(backend):
     theta = torch.rand(MINIBATCH)
