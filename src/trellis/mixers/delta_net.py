@@ -86,7 +86,7 @@ class DeltaNetState(NamedTuple):
 
 class DeltaNetMixer(Mixer):
     #: The gates of the memory; the output's gate is a map like the others.
-    no_weight_decay = ("b_proj.weight", "a_proj.weight")
+    no_weight_decay: tuple[str, ...] = ("b_proj.weight",)
 
     def __init__(self, dim: int, heads: int, config: DeltaNetMixerConfig):
         super().__init__()
@@ -106,6 +106,7 @@ class DeltaNetMixer(Mixer):
         self.decay: DecayGate | None = None
         if config.decays:
             self.a_proj = nn.Linear(dim, self.heads, bias=False)
+            self.no_weight_decay = ("b_proj.weight", "a_proj.weight")
             self.decay = DecayGate(self.heads, DECAY_RATE, DECAY_STEP)
         self.convolutions = StreamConvolutions(
             {stream: sizes[stream] for stream in config.conv_on}, config.conv_width
