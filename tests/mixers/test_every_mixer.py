@@ -114,6 +114,19 @@ def test_state_size_counts_the_numbers_of_a_state(case):
 
 
 @every_mixer
+def test_a_state_holds_on_to_nothing_else(case):
+    """No view into what a long input left behind: the cache would not be bounded."""
+    mixer = build(case)
+    with torch.no_grad():
+        _, state = mixer(torch.randn(1, 400, DIM))
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in named_tensors(state)
+    }
+    counted = sum(t.numel() * t.element_size() for _, t in named_tensors(state))
+    assert sum(storage.nbytes() for storage in storages.values()) <= 1.1 * counted
+
+
+@every_mixer
 def test_sequences_of_a_state_can_be_picked(case):
     mixer = build(case)
     x, more = torch.randn(3, 9, DIM), torch.randn(2, 4, DIM)

@@ -68,7 +68,8 @@ def _run(weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kept = torch.cat([before[:, None], totals], dim=1)
     # At a sequence's start nothing was kept; log 0 would make a gradient of NaN.
     ratio = (kept[:, :-1] / totals).clamp(min=torch.finfo(totals.dtype).tiny)
-    return weights / totals, ratio.log(), kept[:, -1]
+    # A copy: a state must not hold on to the whole input.
+    return weights / totals, ratio.log(), kept[:, -1].clone()
 
 
 def _cumulated(x: Tensor, before: Tensor) -> Tensor:
