@@ -71,7 +71,7 @@ def test_fields_are_checked(name):
         build_mixer(name, 16, 2, slots=0)
     with pytest.raises(ValueError, match="backend must be one of"):
         build_mixer(name, 16, 2, backend="native")
-    with pytest.raises(ValueError, match="decay_temperature must be above 0; got 0"):
+    with pytest.raises(ValueError, match="decay_temperature must be a number above 0; got 0"):
         build_mixer("gsa", 16, 2, decay_temperature=0)
     with pytest.raises(ValueError, match="write must be one of time, slots; got 'space'"):
         build_mixer("abc", 16, 2, write="space")

@@ -136,7 +136,7 @@ def test_a_constant_series_stays_bounded(mode):
         ({"decay_rate": (3, 1)}, "decay_rate must be a range"),
         ({"step_max": math.nan}, "step_max must be a number of at least 0; got nan"),
         ({"backend": "gpu"}, "backend must be one of"),
-        ({"decay_temperature": 0}, "decay_temperature must be above 0"),
+        ({"decay_temperature": 0}, "decay_temperature must be a number above 0"),
     ],
 )
 def test_configuration_errors(fields, message):
