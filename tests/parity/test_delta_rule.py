@@ -42,18 +42,24 @@ def compare(agrees, what, peer, theirs, tensors):
 
 
 @pytest.mark.transformers
+@pytest.mark.parametrize("decays", [True, False])
 @pytest.mark.parametrize("name", ["torch_chunk", "torch_recurrent"])
-def test_qwen3_next(agrees, transformers_alone, name):
+def test_qwen3_next(agrees, transformers_alone, name, decays):
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     function = getattr(modeling_qwen3_next, f"{name}_gated_delta_rule")
 
-    def theirs(q, k, v, beta, log_decay, initial_state):
+    def theirs(q, k, v, beta, initial_state, log_decay=None):
+        decay = torch.zeros_like(beta) if log_decay is None else log_decay
         return function(
-            q, k, v, g=log_decay, beta=beta, initial_state=initial_state, output_final_state=True
+            q, k, v, g=decay, beta=beta, initial_state=initial_state, output_final_state=True
         )
 
-    compare(agrees, "gated delta rule", f"transformers {name}_gated_delta_rule", theirs, problem())
+    tensors = problem()
+    if not decays:
+        del tensors["log_decay"]
+    what = "gated delta rule" if decays else "delta rule"
+    compare(agrees, what, f"transformers {name}_gated_delta_rule", theirs, tensors)
 
 
 @pytest.mark.fla
