@@ -18,7 +18,8 @@ def test_presets_match_transformer_plus_plus(name):
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_small_models_are_matched_too(stack):
-    reference = small_config("transformer")
+    layers = small_config(stack).num_hidden_layers
+    reference = small_config("transformer", num_hidden_layers=layers)
     matched = match_parameters(small_config(stack), reference)
     wanted = count_parameters(reference)
     assert abs(count_parameters(matched) - wanted) / wanted < 0.01
