@@ -1,48 +1,12 @@
 """What is special to linear attention; the common suite is in tests/ops/recurrences."""
 
-import math
-
 import pytest
 import torch
 from tests.ops.recurrences.cases import Shape
-from tests.ops.recurrences.linear_attention import decayed, grouped
-from tests.ops.recurrences.test_every_recurrence import LIMITS, results
+from tests.ops.recurrences.linear_attention import grouped
 from tests.support import relative_rms
 
 from trellis.ops import LinearAttentionState, linear_attention
-
-
-@pytest.mark.parametrize("extreme", [-math.inf, -1e4, 0.0])
-@pytest.mark.parametrize("every", [1, 7])
-@pytest.mark.parametrize("build", [decayed, grouped])
-def test_extreme_decay(build, extreme, every):
-    case = build(Shape(tokens=150))
-    case.over_tokens["log_decay"][:, ::every] = extreme
-    expected = results(case, None, "reference", torch.float64)
-    for dtype, limit in LIMITS:
-        actual = results(case, None, "chunked", dtype)
-        for what, value in expected.items():
-            assert torch.isfinite(value).all(), what
-            assert relative_rms(actual[what], value) <= limit, f"{what} in {dtype}"
-
-
-def test_a_reset():
-    case = grouped(Shape(tokens=100))
-    case.over_tokens["log_decay"][:, 70] = -math.inf
-    whole, _ = case.call(case.over_tokens, case.states, None, "chunked")
-    rest = {name: t[:, 70:] for name, t in case.over_tokens.items()}
-    blank = {"memory": torch.zeros_like(case.states["memory"])}
-    assert relative_rms(whole[:, 70:], case.call(rest, blank, None, "chunked")[0]) < 1e-12
-
-
-def test_no_decay_is_a_decay_of_one():
-    case = grouped(Shape(tokens=100))
-    case.over_tokens["log_decay"].zero_()
-    one = results(case, None, "chunked", torch.float64)
-    del case.over_tokens["log_decay"]
-    other = results(case, None, "chunked", torch.float64)
-    for what, value in other.items():
-        assert relative_rms(one[what], value) < 1e-12, what
 
 
 def test_groups_are_repeated_queries_and_keys():
