@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
 
-from . import bench, data, models, train
+from . import bench, data, evaluation, models, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data.app, name="data")
@@ -18,6 +18,7 @@ for command in (
     train.train, train.compare, train.generate, train.export, train.plot, models.models,
 ):  # fmt: skip
     app.command()(command)
+app.add_typer(evaluation.app, name="eval")
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,0 +1,10 @@
+"""`trellis eval`: one file per task."""
+
+from __future__ import annotations
+
+import typer
+
+from . import ppl
+
+app = typer.Typer(no_args_is_help=True, help="Measure models: ours, or any of transformers.")
+app.command("ppl")(ppl.ppl)

@@ -1,0 +1,1 @@
+"""Every measurement of the paper, for any causal language model."""

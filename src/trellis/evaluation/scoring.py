@@ -1,0 +1,200 @@
+"""What tasks ask of a model: the likelihood of continuations, and greedy text.
+
+Work is ordered by length and done in batches of about `batch_tokens` tokens. Results come in the
+order of the requests and do not depend on the batches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .subject import Subject
+
+BATCH_TOKENS = 8192
+Progress = Callable[[int], None]
+
+
+class Score(NamedTuple):
+    """Of a continuation: its log-likelihood in nats, and whether greedy decoding gives it."""
+
+    likelihood: float
+    greedy: bool
+
+
+def score(
+    subject: Subject,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    share: bool = True,
+    progress: Progress = lambda done: None,
+) -> list[Score]:
+    """Scores of (context, continuation) pairs of token ids; neither may be empty.
+
+    share: where a model's state can be copied (all of ours), a context that several continuations
+    follow is read once.
+    """
+    for context, continuation in requests:
+        if not context or not continuation:
+            raise ValueError("context and continuation must have at least one token each")
+        subject.check_context(len(context) + len(continuation) - 1, "a request")
+    found: list[Score | None] = [None] * len(requests)
+    run = _shared if share and subject.ours else _apart
+    for batch in run(subject, requests, batch_tokens):
+        for number, result in batch:
+            found[number] = result
+        progress(len(batch))
+    return [result for result in found if result is not None]
+
+
+def _apart(
+    subject: Subject, requests: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int
+) -> Iterator[list[tuple[int, Score]]]:
+    """Every request read for itself."""
+    lengths = [len(context) + len(continuation) for context, continuation in requests]
+    for batch in batches(lengths, batch_tokens):
+        rows = [[*requests[n][0], *requests[n][1]][:-1] for n in batch]
+        logits = subject.logits(rows)
+        yield [
+            (n, _score(one[len(requests[n][0]) - 1 :], requests[n][1]))
+            for n, one in zip(batch, logits)
+        ]
+
+
+def _shared(
+    subject: Subject, requests: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int
+) -> Iterator[list[tuple[int, Score]]]:
+    """Every context read once; its state is copied for each continuation."""
+    followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, (context, _) in enumerate(requests):
+        followers[tuple(context)].append(number)
+    contexts = list(followers)
+    for batch in batches([len(context) for context in contexts], batch_tokens):
+        chosen = [contexts[n] for n in batch]
+        last, cache = subject.read(chosen)
+        numbers = [n for context in chosen for n in followers[context]]
+        owners = [place for place, c in enumerate(chosen) for _ in followers[c]]
+        rows = [list(requests[n][1][:-1]) for n in numbers]
+        first = [last[owner][None] for owner in owners]
+        more = [one[:0] for one in first]
+        # A continuation of one token is predicted by the context alone.
+        longer = [place for place, row in enumerate(rows) if row]
+        for part in batches([len(rows[place]) for place in longer], batch_tokens):
+            places = [longer[i] for i in part]
+            forked = cache.reorder(torch.tensor([owners[place] for place in places]))
+            for place, logits in zip(places, subject.go_on([rows[p] for p in places], forked)):
+                more[place] = logits
+        yield [
+            (n, _score(torch.cat([one, rest]), requests[n][1]))
+            for n, one, rest in zip(numbers, first, more)
+        ]
+
+
+def _score(logits: Tensor, continuation: Sequence[int]) -> Score:
+    """From the logits that predict each token of the continuation, [T, V]."""
+    ids = torch.tensor(continuation, device=logits.device)
+    chances = logits.double().log_softmax(-1)
+    likelihood = chances.gather(1, ids[:, None]).sum()
+    return Score(float(likelihood), bool((logits.argmax(-1) == ids).all()))
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of items, longest first, in groups whose padded size is at most `batch_tokens`."""
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    group: list[int] = []
+    for n in order:
+        width = lengths[group[0]] if group else lengths[n]
+        if group and width * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(n)
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def complete(
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    stop: str | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = lambda done: None,
+) -> list[str]:
+    """The likeliest token after another, until `max_tokens`, the end of a document, or `stop`."""
+    for prompt in prompts:
+        subject.check_context(len(prompt) + max_tokens, "a prompt with its answer")
+    found = [""] * len(prompts)
+    for batch in batches([len(prompt) + max_tokens for prompt in prompts], batch_tokens):
+        rows = [prompts[n] for n in batch]
+        if subject.ours:
+            texts = _complete_ours(subject, rows, max_tokens, stop)
+        else:
+            texts = [_complete_alone(subject, row, max_tokens, stop) for row in rows]
+        for n, text in zip(batch, texts):
+            found[n] = text
+        progress(len(batch))
+    return found
+
+
+def _complete_ours(
+    subject: Subject, rows: Sequence[Sequence[int]], max_tokens: int, stop: str | None
+) -> list[str]:
+    """A batch from its states; a sequence that has stopped leaves the batch."""
+    last, cache = subject.read(rows)
+    logits = torch.stack(last)
+    writers = [_Writer(subject, stop) for _ in rows]
+    active = list(range(len(rows)))
+    for place in range(max_tokens):
+        tokens = logits.argmax(-1).tolist()
+        going = [i for i, token in enumerate(tokens) if writers[active[i]].take(token)]
+        if not going or place == max_tokens - 1:
+            break
+        if len(going) < len(active):
+            cache = cache.reorder(torch.tensor(going))
+            active = [active[i] for i in going]
+        new = torch.tensor([[tokens[i]] for i in going], device=subject.device)
+        logits = subject.model(new, past_key_values=cache).logits[:, -1]
+    return [writer.text for writer in writers]
+
+
+def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, stop: str | None) -> str:
+    """One prompt with the cache that the model brings, whatever it is."""
+    writer, cache, ids = _Writer(subject, stop), None, list(row)
+    for _ in range(max_tokens):
+        # Without a cache that can be handed back, all is read again.
+        new = ids if cache is None else ids[-1:]
+        out = subject.model(
+            torch.tensor([new], device=subject.device), past_key_values=cache, use_cache=True
+        )
+        ids.append(int(out.logits[0, -1].argmax()))
+        if not writer.take(ids[-1]):
+            break
+        cache = getattr(out, "past_key_values", None)
+    return writer.text
+
+
+class _Writer:
+    """Collects tokens to a text, up to a stop."""
+
+    def __init__(self, subject: Subject, stop: str | None):
+        self.decoder = subject.tokenizer.stream_decoder()
+        self.end = subject.tokenizer.end_of_document
+        self.stop = stop
+        self.text = ""
+
+    def take(self, token: int) -> bool:
+        """Whether the text goes on."""
+        if token == self.end:
+            return False
+        self.text += self.decoder.feed(token)
+        if self.stop is not None and self.stop in self.text:
+            self.text = self.text[: self.text.index(self.stop)]
+            return False
+        return True

@@ -1,0 +1,132 @@
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.evaluation.helpers import ours, save_gpt2
+
+from trellis.evaluation import ppl_task
+from trellis.evaluation.ppl import encode, perplexity, windows
+from trellis.evaluation.subject import load_subject
+
+TEXTS = ["It was the best of times, it was the worst of times. " * 3, "Call me Ishmael.", "x"]
+
+
+def directly(subject, texts, context, stride=None):
+    """Every token from the tokens that its window lets it see, one call of the model each."""
+    total, count = 0.0, 0
+    step = stride or context
+    for text in texts:
+        ids = encode(subject, text).ids
+        for target in range(1, len(ids)):
+            if target <= context:
+                begin = 0
+            elif stride is None:
+                begin = (target - 1) // context * context
+            else:
+                moved = -(-(target - context) // step) * step
+                begin = min(context + moved, len(ids) - 1) - context
+            row = torch.tensor([ids[begin:target]])
+            with torch.no_grad():
+                logits = subject.model(row).logits[0, -1].double()
+            total += float(F.cross_entropy(logits, torch.tensor(ids[target])))
+            count += 1
+    return total / count
+
+
+@pytest.fixture(params=["trellis", "transformer", "mamba2", "gpt2"])
+def subject(request, tmp_path):
+    if request.param == "gpt2":
+        return load_subject(str(save_gpt2(tmp_path / "gpt2")))
+    return ours(request.param)
+
+
+@pytest.mark.parametrize(("context", "stride"), [(200, None), (17, None), (20, 6), (8, 8)])
+def test_loss_is_that_of_a_direct_computation(subject, context, stride):
+    texts = [encode(subject, text) for text in TEXTS]
+    found = perplexity(subject, texts, context, stride=stride)
+    expected = directly(subject, TEXTS, context, stride)
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert found["bytes"] == found["tokens"] == size  # every byte once, as the tokens are bytes
+    assert found["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
+
+
+def test_results_do_not_depend_on_batches(subject):
+    texts = [encode(subject, text) for text in TEXTS]
+    alone = perplexity(subject, texts, 23, batch_tokens=1)
+    together = perplexity(subject, texts, 23, batch_tokens=10_000)
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def test_positions_add_up_to_the_whole(subject):
+    found = perplexity(subject, [encode(subject, text) for text in TEXTS], 50)
+    rows = found["by_position"]
+    assert [(row["from"], row["to"]) for row in rows][:4] == [(1, 1), (2, 2), (3, 4), (5, 8)]
+    assert sum(row["tokens"] for row in rows) == found["tokens"]
+    mean = sum(row["loss"] * row["tokens"] for row in rows) / found["tokens"]
+    assert mean == pytest.approx(found["loss"])
+
+
+@pytest.mark.parametrize(("context", "stride"), [(5, None), (7, 3), (1, 1), (100, 10)])
+def test_windows_predict_every_token_once(context, stride):
+    text = encode(ours(), "abcdefghijklmnopq")
+    seen = []
+    for window in windows(text, context, stride):
+        assert len(window.ids) <= context + 1
+        seen += window.ids[window.first + 1 :]
+    assert seen == text.ids[1:]
+
+
+def test_long_rows_are_read_in_segments(monkeypatch):
+    subject = ours()
+    text = [encode(subject, TEXTS[0] * 5)]
+    whole = perplexity(subject, text, 600)
+    monkeypatch.setattr("trellis.evaluation.ppl.LOGIT_TOKENS", 7)
+    assert perplexity(subject, text, 600)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_a_context_beyond_the_model_is_an_error(tmp_path):
+    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=64)))
+    with pytest.raises(ValueError, match=r"a context of 100 tokens.*gpt2 reads at most 64"):
+        perplexity(subject, [encode(subject, "text")], 100)
+
+
+def test_nothing_to_predict_is_an_error():
+    subject = ours()
+    with pytest.raises(ValueError, match="nothing to predict"):
+        perplexity(subject, [encode(subject, "")], 10)
+
+
+def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    options = {"stride": None, "document_bytes": None, "batch_tokens": 4096}
+    files = [str(tmp_path / f"{number}.txt") for number in range(3)]
+    subject = ours()
+    first = ppl_task.run([subject], files, [16, 64], tmp_path / "out", limit=None, **options)
+    assert "perplexity per token by context" in capsys.readouterr().out
+    kept = sorted((tmp_path / "out" / "ppl").glob("*.json"))
+    assert len(kept) == 2
+    record = json.loads(kept[0].read_text())
+    assert record["made_by"]["torch"] == torch.__version__
+    assert record["setting"]["data_sha256"]
+    assert (tmp_path / "out" / "ppl" / "by-position.png").stat().st_size > 1000
+
+    subject.model = None  # would fail if it were asked
+    assert (
+        ppl_task.run([subject], files, [16, 64], tmp_path / "out", limit=None, **options) == first
+    )
+
+
+def test_a_limit_is_a_prefix(tmp_path):
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    files = [str(tmp_path / f"{number}.txt") for number in range(3)]
+    options = {"stride": None, "document_bytes": None, "batch_tokens": 4096}
+    subject = ours()
+    (limited,) = ppl_task.run([subject], files, [64], tmp_path / "a", limit=2, **options)
+    (prefix,) = ppl_task.run([subject], files[:2], [64], tmp_path / "b", limit=None, **options)
+    assert limited["result"] == prefix["result"]

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from tests.evaluation.helpers import ours, save_gpt2
+
+from trellis.evaluation.scoring import batches, complete, score
+from trellis.evaluation.subject import check_exists, load_subject
+
+CONTEXT = b"the cat sat on the "
+REQUESTS = [
+    (list(CONTEXT), list(b"mat")),
+    (list(CONTEXT), list(b"x")),
+    (list(b"a"), list(b"bcdef")),
+    (list(CONTEXT), list(b"mattress and slept")),
+    (list(b"another beginning"), list(b" of it")),
+]
+
+
+@pytest.fixture(params=["trellis", "transformer", "ttt", "gpt2"])
+def subject(request, tmp_path):
+    if request.param == "gpt2":
+        return load_subject(str(save_gpt2(tmp_path / "gpt2")))
+    return ours(request.param)
+
+
+def alone(subject, context, continuation):
+    """The definition: one call, every token of the continuation from all before it."""
+    ids = torch.tensor([[*context, *continuation]])
+    with torch.no_grad():
+        chances = subject.model(ids).logits[0].double().log_softmax(-1)
+    total, greedy = 0.0, True
+    for place, token in enumerate(continuation, len(context) - 1):
+        total += float(chances[place, token])
+        greedy = greedy and int(chances[place].argmax()) == token
+    return total, greedy
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_scores_are_those_of_one_call_each(subject, share, batch_tokens):
+    found = score(subject, REQUESTS, batch_tokens=batch_tokens, share=share)
+    for result, request in zip(found, REQUESTS):
+        likelihood, greedy = alone(subject, *request)
+        assert result.likelihood == pytest.approx(likelihood, rel=1e-5)
+        assert result.greedy == greedy
+
+
+def test_what_is_likeliest_is_greedy(subject):
+    context = list(b"once upon a time")
+    ids = list(context)
+    with torch.no_grad():
+        for _ in range(4):
+            ids.append(int(subject.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    (result,) = score(subject, [(context, ids[len(context) :])])
+    assert result.greedy
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 10_000])
+def test_completions_are_those_of_one_token_after_another(subject, batch_tokens):
+    prompts = [list(b"once"), list(b"upon a time there"), list(b"was a mouse")]
+    found = complete(subject, prompts, max_tokens=12, batch_tokens=batch_tokens)
+    for prompt, text in zip(prompts, found):
+        ids = list(prompt)
+        decoder, expected = subject.tokenizer.stream_decoder(), ""
+        for _ in range(12):
+            with torch.no_grad():
+                ids.append(int(subject.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == subject.tokenizer.end_of_document:
+                break
+            expected += decoder.feed(ids[-1])
+        assert text == expected
+
+
+def test_a_stop_ends_a_completion(subject):
+    (whole,) = complete(subject, [list(b"hello")], max_tokens=20)
+    middle = whole[len(whole) // 2]
+    (cut,) = complete(subject, [list(b"hello")], max_tokens=20, stop=middle)
+    assert cut == whole[: whole.index(middle)]
+
+
+def test_bad_requests_are_named(tmp_path):
+    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=10)))
+    with pytest.raises(ValueError, match="at least one token each"):
+        score(subject, [([], [1])])
+    with pytest.raises(ValueError, match=r"a request has 12 tokens.*reads at most 10"):
+        score(subject, [([1] * 8, [1] * 5)])
+    with pytest.raises(ValueError, match=r"a prompt with its answer has 18 tokens"):
+        complete(subject, [[1] * 8], max_tokens=10)
+    with pytest.raises(FileNotFoundError, match="there is no run and no model"):
+        check_exists("./nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="neither a run nor a model"):
+        check_exists(str(tmp_path / "empty"))
+
+
+def test_batches_hold_everything_once_and_fit():
+    lengths = [3, 9, 1, 4, 4, 20, 2]
+    found = list(batches(lengths, 12))
+    assert sorted(n for group in found for n in group) == list(range(7))
+    for group in found:
+        assert len(group) == 1 or len(group) * max(lengths[n] for n in group) <= 12
