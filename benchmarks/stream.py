@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from trellis import TrellisConfig, TrellisForCausalLM
+from trellis.figures import figure
 from trellis.machine import peak_bytes
 
 
@@ -58,22 +59,17 @@ def main() -> None:
 
 
 def draw(rows: list[tuple[int, int, int, float]], per_token: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     read = [row[0] for row in rows]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
-    left.plot(read, [row[1] / 1024 for row in rows], marker="o", label="Trellis cache")
-    left.plot(read, [n * per_token / 1024 for n in read], "--", label="key-value cache (computed)")
-    left.set(xlabel="tokens read", ylabel="KiB", yscale="log", title="Cache")
-    left.legend()
-    right.plot(read, [row[2] / 2**20 for row in rows], marker="o")
-    right.set(xlabel="tokens read", ylabel="MiB", title="Peak resident size of the process")
-    right.set_ylim(0, 1.2 * max(row[2] for row in rows) / 2**20)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with figure(path, 2, figsize=(9, 3.5)) as (left, right):
+        left.plot(read, [row[1] / 1024 for row in rows], marker="o", label="Trellis cache")
+        left.plot(
+            read, [n * per_token / 1024 for n in read], "--", label="key-value cache (computed)"
+        )
+        left.set(xlabel="tokens read", ylabel="KiB", yscale="log", title="Cache")
+        left.legend()
+        right.plot(read, [row[2] / 2**20 for row in rows], marker="o")
+        right.set(xlabel="tokens read", ylabel="MiB", title="Peak resident size of the process")
+        right.set_ylim(0, 1.2 * max(row[2] for row in rows) / 2**20)
 
 
 if __name__ == "__main__":

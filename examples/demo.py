@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from trellis.data import Corpus, prepare_corpus, train_tokenizer
+from trellis.figures import figure
 from trellis.models.modeling import TrellisForCausalLM
 from trellis.training.metrics import read_metrics
 from trellis.training.recipe import load_recipe
@@ -168,32 +169,25 @@ def _size(point: Point) -> str:
 
 
 def draw(points: dict[str, list[Point]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for mixer, label in (("trellis", "Trellis"), ("transformer", "attention")):
-        series = points[mixer]
-        tokens = [point.tokens for point in series]
-        left.plot(tokens, [p.cache_bytes / 2**20 for p in series], "o-", label=label)
-        right.plot(tokens, [p.seconds * 1e3 for p in series], "o-", label=label)
-    last = points["transformer"][-1]
-    heights = ((left, last.cache_bytes / 2**20), (right, last.seconds * 1e3))
-    for axes, height in heights:
-        axes.plot([last.tokens], [height], "X", color="C1", markersize=11)
-        axes.annotate(
-            f"last point within {ATTENTION_SECONDS} s", (last.tokens, height),
-            textcoords="offset points", xytext=(-12, -4), ha="right", color="C1",
-        )  # fmt: skip
-        axes.set(xscale="log", xlabel="tokens read", ylim=(0, 1.1 * axes.get_ylim()[1]))
-        axes.grid(alpha=0.3)
-        axes.legend(loc="center left")
-    left.set(ylabel="MiB", title="Memory of what was read")
-    right.set(ylabel="ms", title="Time of the next token")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with figure(path, 2, figsize=(11, 4.2)) as (left, right):
+        for mixer, label in (("trellis", "Trellis"), ("transformer", "attention")):
+            series = points[mixer]
+            tokens = [point.tokens for point in series]
+            left.plot(tokens, [p.cache_bytes / 2**20 for p in series], "o-", label=label)
+            right.plot(tokens, [p.seconds * 1e3 for p in series], "o-", label=label)
+        last = points["transformer"][-1]
+        heights = ((left, last.cache_bytes / 2**20), (right, last.seconds * 1e3))
+        for axes, height in heights:
+            axes.plot([last.tokens], [height], "X", color="C1", markersize=11)
+            axes.annotate(
+                f"last point within {ATTENTION_SECONDS} s", (last.tokens, height),
+                textcoords="offset points", xytext=(-12, -4), ha="right", color="C1",
+            )  # fmt: skip
+            axes.set(xscale="log", xlabel="tokens read", ylim=(0, 1.1 * axes.get_ylim()[1]))
+            axes.grid(alpha=0.3)
+            axes.legend(loc="center left")
+        left.set(ylabel="MiB", title="Memory of what was read")
+        right.set(ylabel="ms", title="Time of the next token")
 
 
 if __name__ == "__main__":

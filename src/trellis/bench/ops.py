@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import machine
+from ..figures import figure
 from ..ops import MemoryState, trellis_memory_step
 from . import measure, mixers, peers
 
@@ -184,24 +185,17 @@ def peak(name: str, tokens: int) -> dict[str, int]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Time over T, on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axis, what in zip(axes, ("forward", "forward+backward")):
-        for name in peers.ALL:
-            rows = [r for r in result["times"] if r["op"] == name and r["pass"] == what]
-            middle = [sorted(r["seconds"])[len(r["seconds"]) // 2] for r in rows]
-            style = "-" if "native" in name else "--"
-            axis.loglog([r["T"] for r in rows], middle, style, marker="o", label=name, base=2)
-        axis.set(xlabel="tokens", title=what)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("seconds (median)")
-    axes[1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with figure(path, 2, figsize=(11, 4.5), sharey=True) as axes:
+        for axis, what in zip(axes, ("forward", "forward+backward")):
+            for name in peers.ALL:
+                rows = [r for r in result["times"] if r["op"] == name and r["pass"] == what]
+                middle = [sorted(r["seconds"])[len(r["seconds"]) // 2] for r in rows]
+                style = "-" if "native" in name else "--"
+                axis.loglog([r["T"] for r in rows], middle, style, marker="o", label=name, base=2)
+            axis.set(xlabel="tokens", title=what)
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("seconds (median)")
+        axes[1].legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Tables on the terminal, progress bars, and figures without a screen."""
+"""Tables on the terminal, and progress bars."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -30,18 +29,3 @@ def progress(what: str, total: int) -> Iterator[Advance]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-@contextmanager
-def figure(path: Any, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5)):
-    """Yields (figure, axes) and writes the PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawn, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    yield drawn, axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, dpi=120)
-    plt.close(drawn)

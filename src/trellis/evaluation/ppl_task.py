@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .output import figure, print_table, progress
+from ..figures import figure
+from .output import print_table, progress
 from .ppl import Text, encode, perplexity
 from .record import Records
 from .subject import Subject
@@ -75,8 +76,7 @@ def _draw(found: list[dict[str, Any]], folder: Path) -> None:
             or record["setting"]["context"] > longest[name]["setting"]["context"]
         ):
             longest[name] = record
-    with figure(folder / "by-position.png") as (_, axes):
-        axis = axes[0, 0]
+    with figure(folder / "by-position.png", figsize=(7, 4.5)) as axis:
         for name, record in longest.items():
             rows = record["result"]["by_position"]
             axis.plot([r["to"] for r in rows], [r["loss"] for r in rows], "o-", label=name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..data.tokenizer import TextTokenizer
-from ..models.cache import TrellisCache, tensor_bytes
+from ..models.cache import TrellisCache, hash_weights
 from ..models.modeling import TrellisForCausalLM
 from ..training.run import RECIPE, load_run, recipe_of
 
@@ -32,13 +32,15 @@ class Subject:
         self.name = name
         self.model = model.eval()
         self.tokenizer = tokenizer
+        digest = hashlib.sha256()
+        hash_weights(digest, model)
         self.ours = isinstance(model, TrellisForCausalLM)
         self.max_context = None if self.ours else _limit(model.config)
         #: What a result must say to be repeated.
         self.about = {
             "name": name,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_sha256": _weights_hash(model),
+            "weights_sha256": digest.hexdigest(),
             "tokenizer_sha256": tokenizer.sha256,
             **about,
         }
@@ -152,11 +154,3 @@ def _from_transformers(name: str, device: str) -> Subject:
 def _limit(config: Any) -> int | None:
     found = [getattr(config, name, None) for name in _LIMITS]
     return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
-
-
-def _weights_hash(model: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        digest.update(tensor_bytes(weight))
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ from ..ops import SlotState, checks, gated_slots, running_softmax, silu_product
 from ..ops.gated_slots import LOGIT_BOUND
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, at_least, even_head_size, head_size
-from .layers import RMSNorm, blank_state, places, rotary, rotate, sequences, wide
+from .layers import RMSNorm, blank_state, places, rotated, sequences, wide
 
 WRITES = ("time", "slots")
 
@@ -49,10 +49,8 @@ class ABCMixerConfig:
         checks.choice("backend", self.backend, BACKENDS)
         at_least("slots", self.slots, 1)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
-        if self.rope_theta is not None:
-            at_least("rope_theta", self.rope_theta, 1, whole=False)
+        at_least("heads", self.heads, 1, optional=True)
+        at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
 
 
 class ABCState(NamedTuple):
@@ -94,8 +92,7 @@ class ABCMixer(Mixer):
             assert self.config.rope_theta is not None
             place = places(length, x.shape[1], cu_seqlens)
             length = length + (x.shape[1] if cu_seqlens is None else cu_seqlens.diff())
-            angles = rotary(place[..., None], self.head, self.config.rope_theta, q.dtype)
-            q, k = rotate(q, *angles), rotate(k, *angles)
+            q, k = rotated(q, k, place[..., None], self.config.rope_theta)
 
         logits = wide(self._split(self.s_proj(x))).clamp(-LOGIT_BOUND, LOGIT_BOUND)
         total, log_decay = state.total, None

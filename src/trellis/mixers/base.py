@@ -76,9 +76,14 @@ def check_streams(name: str, value: Sequence[str]) -> tuple[str, ...]:
     return streams
 
 
-def at_least(name: str, value: float, least: float, *, whole: bool = True) -> None:
+def at_least(
+    name: str, value: float | None, least: float, *, whole: bool = True, optional: bool = False
+) -> None:
+    """optional: None is accepted."""
+    if optional and value is None:
+        return
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or not value >= least or math.isinf(value):
+    if not number or value is None or not value >= least or math.isinf(value):
         kind = "whole number" if whole else "number"
         raise ValueError(f"{name} must be a {kind} of at least {least}; got {value!r}")
 

@@ -57,10 +57,8 @@ class DeltaNetMixerConfig:
         checks.choice("backend", self.backend, BACKENDS)
         at_least("conv_width", self.conv_width, 0)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
-        if self.head is not None:
-            at_least("head", self.head, 1)
+        at_least("heads", self.heads, 1, optional=True)
+        at_least("head", self.head, 1, optional=True)
         flag("use_gate", self.use_gate)
         flag("allow_neg_eigval", self.allow_neg_eigval)
         self.conv_on = check_streams("conv_on", self.conv_on) if self.conv_width else ()

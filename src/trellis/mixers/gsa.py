@@ -46,8 +46,7 @@ class GSAMixerConfig:
         checks.choice("backend", self.backend, BACKENDS)
         at_least("slots", self.slots, 1)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
+        at_least("heads", self.heads, 1, optional=True)
         positive("decay_temperature", self.decay_temperature)
         positive("scale", self.scale)
 

@@ -149,17 +149,19 @@ class DecayGate(nn.Module):
         return -wide(self.A_log).exp() * steps
 
 
-def rotary(place: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle of every place [...] and pair of channels, [..., size]."""
+def rotated(q: Tensor, k: Tensor, place: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """q and k with rotary positions; `place` fits their shape without the channels."""
     # fp32 would round the angle of the millionth token by a thousandth; mps has no fp64.
     exact = torch.float32 if place.device.type == "mps" else torch.float64
+    size = q.shape[-1]
     exponents = torch.arange(0, size, 2, device=place.device).to(exact) / size
     angles = place[..., None].to(exact) * theta**-exponents
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cosine, sine = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    return _rotate(q, cosine, sine), _rotate(k, cosine, sine)
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Channel i is paired with channel i + D/2, as in Llama."""
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -47,8 +47,7 @@ class LinearAttentionMixerConfig:
         positive("normalizer_eps", self.normalizer_eps)
         flag("output_norm", self.output_norm)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
+        at_least("heads", self.heads, 1, optional=True)
         signed = self.feature_map == "identity"
         if self.normalize is None:
             self.normalize = not signed

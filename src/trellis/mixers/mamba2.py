@@ -57,8 +57,7 @@ class Mamba2MixerConfig:
         checks.choice("backend", self.backend, BACKENDS)
         for name in ("state", "head", "expand", "groups", "conv_width"):
             at_least(name, getattr(self, name), 1)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
+        at_least("heads", self.heads, 1, optional=True)
         at_least("step_floor", self.step_floor, 0, whole=False)
         at_least("norm_eps", self.norm_eps, 0, whole=False)
         flag("conv_bias", self.conv_bias)

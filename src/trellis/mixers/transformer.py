@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Mixer, at_least, even_head_size, head_size
-from .layers import rotary, rotate
+from .layers import rotated
 
 #: A mask is built for so many (query, key) pairs at a time.
 MASK_ENTRIES = 2**23
@@ -33,10 +33,8 @@ class TransformerMixerConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
-        if self.window is not None:
-            at_least("window", self.window, 1)
+        at_least("heads", self.heads, 1, optional=True)
+        at_least("window", self.window, 1, optional=True)
         at_least("rope_theta", self.rope_theta, 1, whole=False)
 
 
@@ -108,9 +106,7 @@ class TransformerMixer(Mixer):
     ) -> tuple[Tensor, AttentionState]:
         """q, k, v [N, H, T, D], equally many new tokens for every sequence."""
         place = state.length[:, None] + torch.arange(q.shape[2], device=q.device)
-        cosine, sine = rotary(place, self.head, self.config.rope_theta, q.dtype)
-        cosine, sine = cosine[:, None], sine[:, None]
-        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+        q, k = rotated(q, k, place[:, None], self.config.rope_theta)
         cached = state.keys.shape[2]
         if cached:
             k = torch.cat([state.keys.to(k.dtype), k], dim=2)

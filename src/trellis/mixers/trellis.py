@@ -110,10 +110,8 @@ class TrellisMixerConfig:
         at_least("conv_width", self.conv_width, 0)
         at_least("step_max", self.step_max, 0, whole=False)
         at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
-        if self.slots is not None:
-            at_least("slots", self.slots, 1)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
+        at_least("slots", self.slots, 1, optional=True)
+        at_least("heads", self.heads, 1, optional=True)
         self.conv_on = check_streams("conv_on", self.conv_on) if self.conv_width else ()
         if self.normalize is None:
             encode = self.value_pass == "encode"

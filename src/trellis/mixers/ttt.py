@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ops import TTTState, checks, ttt_linear
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, at_least, even_head_size, head_size
-from .layers import StreamConvolutions, places, rotary, rotate, sequences, wide
+from .layers import StreamConvolutions, places, rotated, sequences, wide
 
 #: Of the layer norm over the width, as in the op.
 NORM_EPSILON = 1e-6
@@ -60,10 +60,8 @@ class TTTMixerConfig:
         at_least("base_lr", self.base_lr, 0, whole=False)
         at_least("conv_width", self.conv_width, 0)
         at_least("initial_std", self.initial_std, 0, whole=False)
-        if self.heads is not None:
-            at_least("heads", self.heads, 1)
-        if self.rope_theta is not None:
-            at_least("rope_theta", self.rope_theta, 1, whole=False)
+        at_least("heads", self.heads, 1, optional=True)
+        at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
         if self.share_qk and not self.conv_width:
             raise ValueError(
                 "conv_width must be at least 1 with share_qk, or q and k would be the same; got 0"
@@ -94,13 +92,9 @@ class TTTMixer(Mixer):
         self.eta_proj = nn.Linear(dim, self.heads)
         self.g_proj = nn.Linear(dim, dim, bias=False) if config.output_gate else None
         streams = {"q": dim, "k": dim} if config.conv_width else {}
+        # Biases of the size of the weights would make all keys alike at first.
         self.convolutions = StreamConvolutions(
-            # Biases of the size of the weights would make all keys alike at first.
-            streams,
-            config.conv_width,
-            bias=True,
-            zero_bias=True,
-            activation="identity",
+            streams, config.conv_width, bias=True, zero_bias=True, activation="identity"
         )
         self.theta_offset = nn.Parameter(torch.empty(config.minibatch))
         self.initial_weight = nn.Parameter(torch.empty(self.heads, self.head, self.head))
@@ -132,9 +126,7 @@ class TTTMixer(Mixer):
             assert state.inner.offset is not None
             place = places(state.inner.offset, x.shape[1], cu_seqlens)
             place = place.remainder(self.config.minibatch)
-            cosine, sine = rotary(place, self.head, self.config.rope_theta, q.dtype)
-            cosine, sine = cosine[:, :, None], sine[:, :, None]
-            q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+            q, k = rotated(q, k, place[..., None], self.config.rope_theta)
         eta = wide(self.eta_proj(x)).sigmoid() * (self.config.base_lr / self.head)
         y, inner = ttt_linear(
             q, k, v, eta, self._theta(), wide(self.norm_weight), wide(self.norm_bias),

@@ -203,6 +203,13 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def hash_weights(digest: Any, model: torch.nn.Module) -> None:
+    """Update a hash with every weight of a model."""
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        digest.update(tensor_bytes(weight))
+
+
 def tensor_bytes(tensor: Tensor) -> Any:
     """The tensor's memory as a buffer of bytes."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

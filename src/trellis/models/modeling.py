@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..mixers.layers import RMSNorm
 from ..ops import checks
 from .backbone import Block
-from .cache import TrellisCache, tensor_bytes
+from .cache import TrellisCache, hash_weights
 from .carry import Relay
 from .config import TrellisConfig
 from .loss import IGNORED, next_token_loss
@@ -65,9 +65,7 @@ class TrellisPreTrainedModel(PreTrainedModel):
             ],
         }
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-        for name, weight in sorted(backbone.state_dict().items()):
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-            digest.update(tensor_bytes(weight))
+        hash_weights(digest, backbone)
         return digest.hexdigest()
 
 

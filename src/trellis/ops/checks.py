@@ -31,6 +31,11 @@ def floats(**tensors: Tensor) -> None:
         device = tensor.device
 
 
+def present(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Of optional tensors those that were given."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def shape(name: str, tensor: Tensor, expected: Sequence[int], letters: str) -> None:
     if tuple(tensor.shape) != tuple(expected):
         raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import prepare_corpus
-from ..data.shards import TokenStream, open_corpus
+from ..data.shards import Corpus, open_corpus
 from ..files import write_whole
 from ..models.presets import count_parameters
 from . import checkpoint as checkpoints
@@ -18,7 +18,7 @@ from .loop import TrainingStopped
 from .metrics import read_metrics
 from .plot import draw_losses
 from .recipe import Recipe
-from .run import RECIPE, recipe_of, train
+from .run import RECIPE, recipe_of, train, validation_part
 
 #: Of the documents that are held out, where the comparison prepares the text itself.
 VALIDATION = 0.03
@@ -58,8 +58,9 @@ def compare(
     for mixer, one in chosen.items():
         one.check()
         _check_same(out / mixer, one)
-    prepare(recipe, say)
-    if _held_out(recipe).tokens < 2:
+    corpus = _prepared(recipe, say)
+    held_out = validation_part(recipe, corpus)
+    if held_out is None or held_out.tokens < 2:
         raise ValueError(
             f"data.path {recipe.data.path} holds nothing out to compare on: prepare it with "
             "--validation, or set data.validation_path"
@@ -71,8 +72,13 @@ def compare(
             train(one, run, resume=(run / RECIPE).exists())
         if not _finished(run, one):  # a signal asked to stop
             raise TrainingStopped(f"stopped in {run}; the same command goes on")
-    rows = [_row(mixer, one, out / mixer) for mixer, one in chosen.items()]
-    counted = _bigram(recipe)
+    vocabulary = corpus.tokenizer().vocab_size
+    rows = [_row(mixer, one, out / mixer, vocabulary) for mixer, one in chosen.items()]
+    counted = None
+    if vocabulary <= LARGEST_VOCABULARY:
+        counted = bigram_loss(
+            corpus.train, held_out, vocabulary, recipe.data.context, recipe.log.validation_tokens
+        )
     lines = _table(rows, counted)
     result = {
         "recipe": recipe.as_dict(),
@@ -89,11 +95,11 @@ def compare(
     return result
 
 
-def prepare(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Make the recipe's text, where it is not there and the recipe says from what."""
+def _prepared(recipe: Recipe, say: Callable[[str], None]) -> Corpus:
+    """The recipe's text; made, where it is not there and the recipe says from what."""
     data = recipe.data
     if Path(data.path).exists():
-        return
+        return open_corpus(data.path)
     if not data.sources:
         raise FileNotFoundError(f"there is no prepared text at {data.path}, and no data.sources")
     name = data.tokenizer
@@ -103,7 +109,7 @@ def prepare(recipe: Recipe, say: Callable[[str], None]) -> None:
             f"{' '.join(data.sources)} --out {name}"
         )
     say(f"preparing {' '.join(data.sources)}: {data.path}")
-    prepare_corpus(data.sources, Path(data.path), tokenizer=name, validation=VALIDATION)
+    return prepare_corpus(data.sources, Path(data.path), tokenizer=name, validation=VALIDATION)
 
 
 def _with_mixer(recipe: Recipe, mixer: str) -> Recipe:
@@ -120,40 +126,20 @@ def _finished(run: Path, recipe: Recipe) -> bool:
     return bool(steps) and max(steps) >= recipe.steps
 
 
-def _row(mixer: str, recipe: Recipe, run: Path) -> Row:
+def _row(mixer: str, recipe: Recipe, run: Path, vocabulary: int) -> Row:
     records = read_metrics(run)
     trained = [record for record in records if "loss" in record]
     last = [record for record in records if "validation_loss" in record][-1]
-    corpus = open_corpus(recipe.data.path)
     speeds = sorted(record["timing"]["tokens_per_second"] for record in trained)
     return Row(
         mixer=mixer,
-        parameters=count_parameters(recipe.model.config(corpus.tokenizer().vocab_size)),
+        parameters=count_parameters(recipe.model.config(vocabulary)),
         first_loss=trained[0]["loss"],
         last_loss=trained[-1]["loss"],
         validation_loss=last["validation_loss"],
         skipped_steps=trained[-1].get("bad_steps", 0),
         tokens_per_second=speeds[len(speeds) // 2],
     )
-
-
-def _bigram(recipe: Recipe) -> float | None:
-    """None where pairs of this vocabulary are too many to count."""
-    corpus = open_corpus(recipe.data.path)
-    vocabulary = corpus.tokenizer().vocab_size
-    if vocabulary > LARGEST_VOCABULARY:
-        return None
-    return bigram_loss(
-        corpus.train, _held_out(recipe), vocabulary,
-        recipe.data.context, recipe.log.validation_tokens,
-    )  # fmt: skip
-
-
-def _held_out(recipe: Recipe) -> TokenStream:
-    """The text that a run by this recipe is validated on."""
-    if recipe.data.validation_path is not None:
-        return open_corpus(recipe.data.validation_path).train
-    return open_corpus(recipe.data.path).validation
 
 
 def _table(rows: list[Row], counted: float | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..figures import figure
 from .metrics import read_metrics
 
 
@@ -19,27 +20,19 @@ def draw_losses(
         FileNotFoundError: a run has no metrics.
     """
     curves = {str(run): _curves(run) for run in runs}
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    names = _short(runs)
-    for number, (run, name) in enumerate(zip(runs, names)):
-        curve, colour = curves[str(run)], f"C{number % 10}"
-        axes.plot(*curve["training"], color=colour, linewidth=1.2, label=name)
-        if curve["validation"][0]:
-            label = "validation" if number == len(runs) - 1 else None
-            axes.plot(*curve["validation"], "o--", color=colour, markersize=4, label=label)
-    for name, level in (levels or {}).items():
-        axes.axhline(level, color="black", linewidth=1, linestyle=":", label=name)
-    axes.set(xlabel="training tokens", ylabel="loss, nats per token", title="Loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
-    plt.close(figure)
+    with figure(out, figsize=(8, 5)) as axes:
+        names = _short(runs)
+        for number, (run, name) in enumerate(zip(runs, names)):
+            curve, colour = curves[str(run)], f"C{number % 10}"
+            axes.plot(*curve["training"], color=colour, linewidth=1.2, label=name)
+            if curve["validation"][0]:
+                label = "validation" if number == len(runs) - 1 else None
+                axes.plot(*curve["validation"], "o--", color=colour, markersize=4, label=label)
+        for name, level in (levels or {}).items():
+            axes.axhline(level, color="black", linewidth=1, linestyle=":", label=name)
+        axes.set(xlabel="training tokens", ylabel="loss, nats per token", title="Loss")
+        axes.grid(alpha=0.3)
+        axes.legend()
     return curves
 
 

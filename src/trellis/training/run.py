@@ -54,7 +54,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
             stack.enter_context(locked(run))
 
         corpus = _open_data(recipe, recipe.data.path)
-        validation = _validation_part(recipe, corpus)
+        validation = validation_part(recipe, corpus)
         if recipe.log.tensorboard:
             check_tensorboard()
         resumed = None
@@ -79,7 +79,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
     return run
 
 
-def _validation_part(recipe: Recipe, corpus: Corpus) -> TokenStream | None:
+def validation_part(recipe: Recipe, corpus: Corpus) -> TokenStream | None:
     """The text to validate on; None where the corpus was prepared without."""
     path = recipe.data.validation_path
     if path is None:

@@ -37,7 +37,8 @@ def causal_convolution(
         y like x, and the new tail [N, W-1, D].
     """
     checks.choice("activation", activation, ACTIVATIONS)
-    checks.floats(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    biased = checks.present(bias=bias)
+    checks.floats(x=x, weight=weight, **biased)
     checks.dimensions("x", x, "[B,T,D]")
     checks.dimensions("weight", weight, "[D,W]")
     batch, tokens, channels = x.shape
@@ -55,8 +56,7 @@ def causal_convolution(
     checks.floats(x=x, tail=tail)
     checks.shape("tail", tail, (count, reach, channels), "[N,W-1,D]")
     tail = tail.to(x.dtype)
-    given = (t for t in (x, weight, bias, tail) if t is not None)
-    if weight.shape[1] <= WIDEST and pointwise.takes(*given):
+    if weight.shape[1] <= WIDEST and pointwise.takes(x, weight, tail, *biased.values()):
         return fused(x, weight, bias, tail, cu_seqlens, activation == "silu")
     if cu_seqlens is None:
         padded = torch.cat([tail, x], dim=1)

@@ -50,9 +50,7 @@ def delta_rule(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v, "beta": beta}
-    if log_decay is not None:
-        given["log_decay"] = log_decay
+    given = {"q": q, "k": k, "v": v, "beta": beta, **checks.present(log_decay=log_decay)}
     checks.floats(**given)
     checks.dimensions("q", q, "[B,T,H,K]")
     checks.dimensions("v", v, "[B,T,H,V]")

@@ -56,9 +56,7 @@ def gated_slots(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v, "write": write}
-    if log_decay is not None:
-        given["log_decay"] = log_decay
+    given = {"q": q, "k": k, "v": v, "write": write, **checks.present(log_decay=log_decay)}
     checks.floats(**given)
     checks.dimensions("q", q, "[B,T,H,K]")
     lead = q.shape[:3]

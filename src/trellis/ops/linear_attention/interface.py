@@ -54,7 +54,7 @@ def linear_attention(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v} | ({} if log_decay is None else {"log_decay": log_decay})
+    given = {"q": q, "k": k, "v": v, **checks.present(log_decay=log_decay)}
     checks.floats(**given)
     checks.dimensions("q", q, "[B,T,G,K]")
     checks.dimensions("v", v, "[B,T,H,V]")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..environment import no_autocast
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .backends import choose
 from .library import compress as compress_chunked
@@ -189,7 +190,7 @@ def trellis_memory_step(
         )  # fmt: skip
         assert final is not None
         return y[:, 0], final
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         before = _start(k, alpha, state and state.key_pass, None, count, "initial_state.keys")
         yhat, keys = compress_token(
             q, k, alpha, log_betas[0], gammas[0], before,
@@ -300,7 +301,7 @@ def _run_reference(
             phi=phi, minibatch=minibatch, transposed=transposed,
         )  # fmt: skip
 
-    with torch.autocast(tensors[0].device.type, enabled=False):
+    with no_autocast(tensors[0].device):
         if cu_seqlens is None:
             return run(tensors, start)
         bounds = checks.bounds(cu_seqlens, tensors[0].shape[1])

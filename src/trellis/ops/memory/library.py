@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..environment import no_autocast
 from . import chunked
 
 
@@ -24,7 +25,7 @@ def compress(
     transposed: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query.device):
         out = chunked.forward(
             query, x, target, log_beta, gamma, memory, anchor, offset, cu_seqlens,
             phi, minibatch, transposed, save,
@@ -66,7 +67,7 @@ def compress_backward(
     minibatch: int,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query.device):
         grad = chunked.backward(
             dy, dmemory, danchor, query, x, target, log_beta, gamma, memory, anchor, offset,
             cu_seqlens, saved, phi, minibatch, transposed,

@@ -1,0 +1,28 @@
+"""Figures as PNG files, without a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def figure(path: Path, columns: int = 1, **options: Any) -> Iterator[Any]:
+    """Yields the axes, a list of them if there are several columns, and writes the file.
+
+    options: of matplotlib's subplots, such as figsize.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, columns, layout="constrained", **options)
+    try:
+        yield axes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=120)
+    finally:
+        plt.close(drawn)
