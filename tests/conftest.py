@@ -1,5 +1,6 @@
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -15,4 +16,9 @@ settings.load_profile("default")
 
 # Nothing is fetched in the tests.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whichever tests ran before it in its process."""
+    torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Small models to measure."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -38,3 +39,30 @@ def save_gpt2(folder, positions=256):
     )
     fast.save_pretrained(folder)
     return folder
+
+
+class RuleModel(torch.nn.Module):
+    """A constructed model: `rule` gives the next token from the list of all tokens so far.
+
+    It is asked as a model of transformers is, without a cache. It puts `odds` nats between the
+    token of the rule and every other.
+    """
+
+    def __init__(self, rule, vocab_size, odds=50.0):
+        super().__init__()
+        self.rule, self.vocab_size, self.odds = rule, vocab_size, odds
+        self.config, self.device = SimpleNamespace(), torch.device("cpu")
+
+    def forward(self, input_ids, attention_mask=None, logits_to_keep=0, **_):
+        logits = torch.zeros(*input_ids.shape, self.vocab_size)
+        for row, ids in enumerate(input_ids.tolist()):
+            length = len(ids) if attention_mask is None else int(attention_mask[row].sum())
+            for place in range(length):
+                logits[row, place, self.rule(ids[: place + 1])] = self.odds
+        return SimpleNamespace(logits=logits)
+
+
+def ruled(rule, name="ruled"):
+    """A subject that follows `rule(ids) -> id`, with the tokenizer of bytes."""
+    tokenizer = load_tokenizer("bytes")
+    return Subject(name, RuleModel(rule, tokenizer.vocab_size), tokenizer, {})
