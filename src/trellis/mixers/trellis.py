@@ -124,6 +124,28 @@ class TrellisMixerConfig:
         positive("decay_temperature", self.decay_temperature)
 
 
+class MemoryInputs(NamedTuple):
+    """What the memory reads of T tokens, as `trellis_memory` takes it.
+
+    q, k, v: [B, T, H, head]. alpha: [B, T, H, slots]. log_beta, gamma: [B, T, H] for each pass.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor
+    log_beta: tuple[Tensor, Tensor]
+    gamma: tuple[Tensor, Tensor]
+
+    def token(self, t: int) -> MemoryInputs:
+        """One token, without its dimension."""
+        q, k, v, alpha, log_beta, gamma = self
+        return MemoryInputs(
+            q[:, t], k[:, t], v[:, t], alpha[:, t],
+            (log_beta[0][:, t], log_beta[1][:, t]), (gamma[0][:, t], gamma[1][:, t]),
+        )  # fmt: skip
+
+
 class TrellisState(NamedTuple):
     """The two memories and the last inputs of each convolution."""
 
@@ -194,42 +216,47 @@ class TrellisMixer(Mixer):
     def forward(
         self, x: Tensor, state: TrellisState | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, TrellisState]:
-        config = self.config
         if state is None:
             state = self.init_state(sequences(x, cu_seqlens))
+        inputs, tails = self.project(x, state, cu_seqlens)
+        options: dict[str, Any] = {
+            **self.choices,
+            "initial_state": state.memory,
+            "backend": self.config.backend,
+        }
+        if x.shape[1] == 1 and cu_seqlens is None:
+            y, memory = trellis_memory_step(*inputs.token(0), **options)
+            y = y[:, None]
+        else:
+            y, final = trellis_memory(
+                *inputs, output_final_state=True, cu_seqlens=cu_seqlens, **options
+            )
+            assert final is not None
+            memory = final
+        return self.project_out(x, y), TrellisState(memory, **tails)
 
+    def project(
+        self, x: Tensor, state: TrellisState, cu_seqlens: Tensor | None = None
+    ) -> tuple[MemoryInputs, dict[str, Tensor]]:
+        """What the memory reads of x [B, T, dim], and the convolutions' tails after it."""
         projected = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
         streams, tails = self.convolutions(projected, state, cu_seqlens)
         q, k, v = (self._heads(name, streams[name]) for name in ("q", "k", "v"))
         alpha = self._split(self.alpha_proj(x))
         if self.alpha_norm is not None:
             alpha = self.alpha_norm(alpha)
-        gamma, log_beta = self._steps(x, k, v), self._decays(x)
+        return MemoryInputs(q, k, v, alpha, self._decays(x), self._steps(x, k, v)), tails
 
-        choices: dict[str, Any] = {
-            "phi": config.phi,
-            "f": config.f,
-            "psi": config.psi,
-            "value_pass": config.value_pass,
-            "mode": config.mode,
-            "minibatch": config.minibatch,
-        }
-        if x.shape[1] == 1 and cu_seqlens is None:
-            token = (q[:, 0], k[:, 0], v[:, 0], alpha[:, 0], _first(log_beta), _first(gamma))
-            y, memory = trellis_memory_step(
-                *token, initial_state=state.memory, backend=config.backend, **choices
-            )
-            y = y[:, None]
-        else:
-            y, final = trellis_memory(
-                q, k, v, alpha, log_beta, gamma,
-                initial_state=state.memory, output_final_state=True,
-                cu_seqlens=cu_seqlens, backend=config.backend, **choices,
-            )  # fmt: skip
-            assert final is not None
-            memory = final
+    def project_out(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mixer's output from what the memory answers, y [B, T, H, head]."""
         y = self.out_norm(y.to(x.dtype), self._split(self.g_proj(x)))
-        return self.o_proj(y.flatten(2)), TrellisState(memory, **tails)
+        return self.o_proj(y.flatten(2))
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The options of `trellis_memory` that say what it computes."""
+        names = ("phi", "f", "psi", "value_pass", "mode", "minibatch")
+        return {name: getattr(self.config, name) for name in names}
 
     def init_state(self, batch: int) -> TrellisState:
         memory = MemoryState(
@@ -301,7 +328,3 @@ class TrellisMixer(Mixer):
             return gate, gate
         keys, values = gate.chunk(2, dim=-1)
         return keys, values
-
-
-def _first(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return pair[0][:, 0], pair[1][:, 0]

@@ -143,7 +143,7 @@ def trellis_memory(
         state and state.key_pass, cu_seqlens, backend, "initial_state.keys",
     )  # fmt: skip
     r = FUNCTIONS[f](yhat)
-    write, target, phi, transposed = _value_write(v, alpha, phi, value_pass)
+    write, target, phi, transposed = value_write(v, alpha, phi, value_pass)
     y, values = _compress(
         r, write, target, log_betas[1], gammas[1], phi, count, transposed,
         state and state.value_pass, cu_seqlens, backend, "initial_state.values",
@@ -197,7 +197,7 @@ def trellis_memory_step(
             phi=phi, minibatch=count, transposed=False,
         )  # fmt: skip
         r = FUNCTIONS[f](yhat)
-        write, target, phi, transposed = _value_write(v, alpha, phi, value_pass)
+        write, target, phi, transposed = value_write(v, alpha, phi, value_pass)
         before = _start(
             write, target, state and state.value_pass, None, count, "initial_state.values"
         )
@@ -256,7 +256,7 @@ def _run_native(
     """Both passes in the fused kernel. What they share is passed once."""
     from .native.library import memory as memory_native
 
-    x2, target2, phi2, transposed = _value_write(v, alpha, phi, value_pass)
+    x2, target2, phi2, transposed = value_write(v, alpha, phi, value_pass)
     first = _start(k, alpha, state and state.key_pass, cu_seqlens, minibatch, "initial_state.keys")
     second = _start(
         x2, target2, state and state.value_pass, cu_seqlens, minibatch, "initial_state.values"
@@ -331,7 +331,7 @@ def _start(
     return pass_state(name, state, expected, minibatch, dtype)
 
 
-def _value_write(
+def value_write(
     v: Tensor, alpha: Tensor, phi: str, value_pass: str
 ) -> tuple[Tensor, Tensor, str, bool]:
     """(x, target, phi, transposed) of the value pass."""
