@@ -110,6 +110,39 @@ def train_a_tokenizer(
 
 
 @app.command()
+def needles(
+    out: Annotated[Path, typer.Option(help="The jsonl file to write.")],
+    variants: Annotated[
+        str, typer.Option(help="passkey, number, uuid, word: some of them.")
+    ] = "passkey,number,uuid",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a prompt and 128 for its answer, at most.")
+    ] = "256,512,1024",
+    items: Annotated[int, typer.Option(help="Documents to write.", min=1)] = 10_000,
+    haystack: Annotated[
+        list[str] | None, typer.Option(help="Text to hide needles in; else stdlib.")
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="As for prepare: it measures lengths.")] = "bytes",
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write needles in haystacks with their answers, to teach what `trellis eval niah` asks for.
+
+    None of its keys and values is ever asked for in the test.
+    """
+    from ..data.needle_text import write_needles
+    from .options import numbers
+
+    with _bar("{task.completed:,} documents", bytes_known=True) as (bar, task):
+        bar.update(task, total=items)
+        size = write_needles(
+            out, variants.split(","), numbers("lengths", lengths), items, haystack or ["stdlib"],
+            tokenizer=tokenizer, seed=seed, force=force, progress=lambda: bar.advance(task),
+        )  # fmt: skip
+    _say(f"{items:,} documents, {size / 1e6:,.1f} MB written to {out}")
+
+
+@app.command()
 def verify(corpus: CorpusFolder) -> None:
     """Read a corpus again and compare every file with its hash."""
     from ..data import open_corpus

@@ -15,11 +15,13 @@ from . import stdlib
 from .compression import check_available, optional
 from .documents import (
     CORPUS,
+    EMPTY,
     HIDDEN,
     LINK,
     UNREADABLE,
     Event,
     Form,
+    Piece,
     Skip,
     form_of,
     hidden,
@@ -150,6 +152,23 @@ def read_unit(unit: Unit, text_field: str, meter: Meter) -> Iterator[Event]:
             meter.file = file
             yield from read_form(file, unit.name, unit.form, text_field)
         meter.file = None
+
+
+def whole_texts(sources: Sequence[str | Path], text_field: str = "text") -> Iterator[str]:
+    """The documents of `sources`, each as one text; empty ones are left out.
+
+    Raises ValueError if one cannot be read, and what `list_sources` raises.
+    """
+    for unit in list_sources(sources).units:
+        parts: list[str] = []
+        for event in read_unit(unit, text_field, Meter()):
+            if isinstance(event, Skip) and event.category != EMPTY:
+                raise ValueError(f"{event.name} cannot be used: {event.reason}")
+            if isinstance(event, Piece):
+                parts.append(event.text)
+                if event.last:
+                    yield "".join(parts)
+                    parts = []
 
 
 def no_documents(

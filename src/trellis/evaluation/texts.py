@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..data.documents import Piece, Skip
-from ..data.sources import Meter, list_sources, read_unit
+from ..data.sources import whole_texts
 
 
 def documents(
@@ -22,7 +21,7 @@ def documents(
         ValueError: there is none, or one cannot be read.
     """
     found: list[str] = []
-    for text in _whole(sources, text_field):
+    for text in whole_texts(sources, text_field):
         if document_bytes is not None:
             text = text.encode()[:document_bytes].decode(errors="ignore")
         if text:
@@ -32,19 +31,6 @@ def documents(
     if not found:
         raise ValueError(f"there is no text in {', '.join(sources)}")
     return found
-
-
-def _whole(sources: Sequence[str], text_field: str) -> Iterator[str]:
-    for unit in list_sources(sources).units:
-        parts: list[str] = []
-        for event in read_unit(unit, text_field, Meter()):
-            if isinstance(event, Skip):
-                raise ValueError(f"{event.name} cannot be measured on: {event.reason}")
-            if isinstance(event, Piece):
-                parts.append(event.text)
-                if event.last:
-                    yield "".join(parts)
-                    parts = []
 
 
 def hash_of(texts: Sequence[str]) -> str:
