@@ -36,15 +36,27 @@ class Records:
 
         `setting` holds all that the result depends on beside the model: options, seed, data hash.
         """
-        key = {"task": self.task, "setting": setting, "model": _identity(subject)}
-        path = self.folder / f"{_slug(subject.name)}-{_digest(key)}.json"
+        identity = _identity(subject)
+        return self.kept(subject.name, identity, subject.about, setting, measure)
+
+    def kept(
+        self,
+        name: str,
+        identity: dict[str, Any],
+        about: dict[str, Any],
+        setting: dict[str, Any],
+        measure: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The same for what is no Subject: `identity` tells models apart, `about` is recorded."""
+        key = {"task": self.task, "setting": setting, "model": identity}
+        path = self.folder / f"{_slug(name)}-{_digest(key)}.json"
         if path.is_file():
             return json.loads(path.read_text())
         start = time.monotonic()
         result = measure()
         record = {
             "task": self.task,
-            "model": subject.about,
+            "model": about,
             "setting": setting,
             "result": result,
             "seconds": round(time.monotonic() - start, 2),
@@ -53,6 +65,10 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
         return record
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every record in the folder, whoever wrote it."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
 
 
 def provenance() -> dict[str, Any]:

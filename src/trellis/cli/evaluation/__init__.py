@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from . import ppl
+from . import mqar, ppl
 
 app = typer.Typer(no_args_is_help=True, help="Measure models: ours, or any of transformers.")
+app.command("mqar")(mqar.mqar)
 app.command("ppl")(ppl.ppl)

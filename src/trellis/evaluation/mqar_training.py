@@ -1,0 +1,158 @@
+"""Trains a model on multi-query associative recall, at each of some learning rates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..models.config import TrellisConfig
+from ..models.loss import IGNORED
+from ..models.modeling import TrellisForCausalLM
+from ..training.optimizer import build_optimizer
+from ..training.recipe import Recipe, TrainSection
+from ..training.schedule import learning_rate
+from .mqar import Examples, accuracy, examples, query_logits
+from .mqar_presets import Group, Preset
+
+#: Told about every look at the validation examples.
+Say = Callable[[str], None]
+
+
+class Trained(NamedTuple):
+    """The best model, None if all diverged; and what every learning rate came to."""
+
+    model: TrellisForCausalLM | None
+    attempts: list[dict[str, Any]]
+    best: dict[str, Any] | None
+
+
+def train(
+    config: TrellisConfig,
+    preset: Preset,
+    group: Group,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    say: Say = lambda line: None,
+) -> Trained:
+    """A model of this configuration, trained at every rate; the best on validation is kept."""
+    held_out = [
+        examples(
+            source.setting, preset.vocab_size, preset.validation_examples, split="validation",
+            seed=seed, random_non_queries=preset.random_non_queries,
+        )
+        for source in group.train
+    ]  # fmt: skip
+    held_out = [_to(data, device) for data in held_out]
+    found = Trained(None, [], None)
+    for rate in preset.learning_rates:
+        model, attempt = _attempt(config, preset, group, rate, held_out, seed, device, say)
+        attempts = [*found.attempts, attempt]
+        better = found.best is None or attempt["accuracy"] > found.best["accuracy"]
+        if not attempt["diverged"] and better:
+            found = Trained(model, attempts, attempt)
+        else:
+            found = found._replace(attempts=attempts)
+    return found
+
+
+def _attempt(
+    config: TrellisConfig,
+    preset: Preset,
+    group: Group,
+    rate: float,
+    held_out: list[Examples],
+    seed: int,
+    device: str,
+    say: Say,
+) -> tuple[TrellisForCausalLM, dict[str, Any]]:
+    """One learning rate: the model, and its learning curve."""
+    start = time.monotonic()
+    with torch.random.fork_rng():  # the same weights at every rate
+        torch.manual_seed(seed)
+        model = TrellisForCausalLM(config).to(device).train()
+    steps = preset.steps_of(group)
+    section = TrainSection(
+        steps=steps, learning_rate=rate, min_learning_rate=0.0, warmup=preset.warmup,
+        weight_decay=preset.weight_decay, clip=preset.clip, seed=seed,
+    )  # fmt: skip
+    recipe = Recipe(train=section)
+    optimizer = build_optimizer(model, section, fused=False)
+    curve: list[dict[str, float]] = []
+    losses: list[float] = []
+    diverged = False
+    for step, data in zip(range(steps), _batches(preset, group, seed)):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate(recipe, step)
+        loss = _update(model, optimizer, _to(data, device), preset.clip)
+        if not math.isfinite(loss):
+            diverged = True
+            say(f"rate {rate:.2g}, step {step + 1}/{steps}: the loss is {loss}, given up")
+            break
+        losses.append(loss)
+        if (step + 1) % preset.check_every == 0 or step + 1 == steps:
+            right = _mean_accuracy(model, held_out)
+            mean = sum(losses) / len(losses)
+            losses.clear()
+            curve.append({"step": step + 1, "loss": mean, "accuracy": right})
+            say(f"rate {rate:.2g}, step {step + 1}/{steps}: loss {mean:.3f}, accuracy {right:.1%}")
+            if right > preset.stop_at:
+                break
+    return model.eval(), {
+        "learning_rate": rate,
+        "diverged": diverged,
+        "accuracy": None if diverged else curve[-1]["accuracy"],
+        "steps": step + 1,
+        "seconds": round(time.monotonic() - start, 2),
+        "curve": curve,
+    }
+
+
+def _update(
+    model: TrellisForCausalLM, optimizer: torch.optim.Optimizer, data: Examples, clip: float
+) -> float:
+    """One step; the loss before it, over the queries of the batch."""
+    labels = data.labels[data.labels != IGNORED]
+    loss = F.cross_entropy(query_logits(model, *data), labels)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()
+
+
+def _batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
+    """Every training example once in an epoch, one setting in a batch, in a new order each time."""
+    entries = [
+        (source, number) for source in group.train for number in range(preset.batches(source))
+    ]
+    epoch = 0
+    while True:
+        for place in np.random.default_rng([seed, epoch]).permutation(len(entries)):
+            source, number = entries[place]
+            rows = preset.rows(source.setting)
+            first = number * rows
+            yield examples(
+                source.setting, preset.vocab_size, min(rows, source.examples - first),
+                split="train", seed=seed, first=first,
+                random_non_queries=preset.random_non_queries,
+            )  # fmt: skip
+        epoch += 1
+
+
+def _mean_accuracy(model: TrellisForCausalLM, held_out: list[Examples]) -> float:
+    model.eval()
+    found = [accuracy(model, data) for data in held_out]
+    model.train()
+    return sum(found) / len(found)
+
+
+def _to(data: Examples, device: str) -> Examples:
+    return Examples(*(part.to(device) for part in data))
