@@ -16,6 +16,8 @@ from torch import Tensor
 from .subject import Subject
 
 BATCH_TOKENS = 8192
+#: Logits that exist at a time, about: with a large vocabulary a batch has fewer tokens.
+LOGITS = 2**26
 Progress = Callable[[int], None]
 
 
@@ -57,7 +59,7 @@ def _apart(
 ) -> Iterator[list[tuple[int, Score]]]:
     """Every request read for itself."""
     lengths = [len(context) + len(continuation) for context, continuation in requests]
-    for batch in batches(lengths, batch_tokens):
+    for batch in batches(lengths, _fitting(subject, batch_tokens)):
         rows = [[*requests[n][0], *requests[n][1]][:-1] for n in batch]
         logits = subject.logits(rows)
         yield [
@@ -79,28 +81,42 @@ def _shared(
         last, cache = subject.read(chosen)
         numbers = [n for context in chosen for n in followers[context]]
         owners = [place for place, c in enumerate(chosen) for _ in followers[c]]
-        rows = [list(requests[n][1][:-1]) for n in numbers]
-        first = [last[owner][None] for owner in owners]
-        more = [one[:0] for one in first]
-        # A continuation of one token is predicted by the context alone.
-        longer = [place for place, row in enumerate(rows) if row]
-        for part in batches([len(rows[place]) for place in longer], batch_tokens):
+        # The context predicts the first token of all that follow it; their states predict the rest.
+        found = _first(torch.stack(last), owners, [requests[n][1][0] for n in numbers])
+        longer = [place for place, n in enumerate(numbers) if len(requests[n][1]) > 1]
+        lengths = [len(requests[numbers[place]][1]) - 1 for place in longer]
+        for part in batches(lengths, _fitting(subject, batch_tokens)):
             places = [longer[i] for i in part]
+            rows = [requests[numbers[place]][1] for place in places]
             forked = cache.reorder(torch.tensor([owners[place] for place in places]))
-            for place, logits in zip(places, subject.go_on([rows[p] for p in places], forked)):
-                more[place] = logits
-        yield [
-            (n, _score(torch.cat([one, rest]), requests[n][1]))
-            for n, one, rest in zip(numbers, first, more)
-        ]
+            all_logits = subject.go_on([row[:-1] for row in rows], forked)
+            for place, row, logits in zip(places, rows, all_logits):
+                first, rest = found[place], _score(logits, row[1:])
+                found[place] = Score(
+                    first.likelihood + rest.likelihood, first.greedy and rest.greedy
+                )
+        yield list(zip(numbers, found))
+
+
+def _fitting(subject: Subject, batch_tokens: int) -> int:
+    return min(batch_tokens, max(1, LOGITS // subject.tokenizer.vocab_size))
+
+
+def _first(last: Tensor, owners: Sequence[int], tokens: Sequence[int]) -> list[Score]:
+    """Scores of single tokens, each from the logits of its owner, [N, V]."""
+    own, ids = torch.tensor([owners, tokens], device=last.device)
+    last = last.float()
+    likelihood = last[own, ids] - last.logsumexp(-1)[own]
+    greedy = last.argmax(-1)[own] == ids
+    return [Score(*one) for one in zip(likelihood.tolist(), greedy.tolist())]
 
 
 def _score(logits: Tensor, continuation: Sequence[int]) -> Score:
     """From the logits that predict each token of the continuation, [T, V]."""
     ids = torch.tensor(continuation, device=logits.device)
-    chances = logits.double().log_softmax(-1)
-    likelihood = chances.gather(1, ids[:, None]).sum()
-    return Score(float(likelihood), bool((logits.argmax(-1) == ids).all()))
+    logits = logits.float()
+    likelihood = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1)
+    return Score(float(likelihood.double().sum()), bool((logits.argmax(-1) == ids).all()))
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -123,20 +139,24 @@ def complete(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    stop: str | None = None,
+    stop: str | Sequence[str] | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> list[str]:
-    """The likeliest token after another, until `max_tokens`, the end of a document, or `stop`."""
+    """The likeliest token after another, until `max_tokens`, the end of a document, or `stop`.
+
+    stop: a text, or several; the result ends before the first of them.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for prompt in prompts:
         subject.check_context(len(prompt) + max_tokens, "a prompt with its answer")
     found = [""] * len(prompts)
     for batch in batches([len(prompt) + max_tokens for prompt in prompts], batch_tokens):
         rows = [prompts[n] for n in batch]
         if subject.ours:
-            texts = _complete_ours(subject, rows, max_tokens, stop)
+            texts = _complete_ours(subject, rows, max_tokens, stops)
         else:
-            texts = [_complete_alone(subject, row, max_tokens, stop) for row in rows]
+            texts = [_complete_alone(subject, row, max_tokens, stops) for row in rows]
         for n, text in zip(batch, texts):
             found[n] = text
         progress(len(batch))
@@ -144,12 +164,12 @@ def complete(
 
 
 def _complete_ours(
-    subject: Subject, rows: Sequence[Sequence[int]], max_tokens: int, stop: str | None
+    subject: Subject, rows: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[str]
 ) -> list[str]:
     """A batch from its states; a sequence that has stopped leaves the batch."""
     last, cache = subject.read(rows)
     logits = torch.stack(last)
-    writers = [_Writer(subject, stop) for _ in rows]
+    writers = [_Writer(subject, stops) for _ in rows]
     active = list(range(len(rows)))
     for place in range(max_tokens):
         tokens = logits.argmax(-1).tolist()
@@ -164,9 +184,11 @@ def _complete_ours(
     return [writer.text for writer in writers]
 
 
-def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, stop: str | None) -> str:
+def _complete_alone(
+    subject: Subject, row: Sequence[int], max_tokens: int, stops: Sequence[str]
+) -> str:
     """One prompt with the cache that the model brings, whatever it is."""
-    writer, cache, ids = _Writer(subject, stop), None, list(row)
+    writer, cache, ids = _Writer(subject, stops), None, list(row)
     for _ in range(max_tokens):
         # Without a cache that can be handed back, all is read again.
         new = ids if cache is None else ids[-1:]
@@ -183,10 +205,10 @@ def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, stop:
 class _Writer:
     """Collects tokens to a text, up to a stop."""
 
-    def __init__(self, subject: Subject, stop: str | None):
+    def __init__(self, subject: Subject, stops: Sequence[str]):
         self.decoder = subject.tokenizer.stream_decoder()
         self.end = subject.tokenizer.end_of_document
-        self.stop = stop
+        self.stops = stops
         self.text = ""
 
     def take(self, token: int) -> bool:
@@ -194,7 +216,7 @@ class _Writer:
         if token == self.end:
             return False
         self.text += self.decoder.feed(token)
-        if self.stop is not None and self.stop in self.text:
-            self.text = self.text[: self.text.index(self.stop)]
-            return False
-        return True
+        ends = [self.text.index(stop) for stop in self.stops if stop in self.text]
+        if ends:
+            self.text = self.text[: min(ends)]
+        return not ends
