@@ -137,8 +137,8 @@ class MemoryInputs(NamedTuple):
     log_beta: tuple[Tensor, Tensor]
     gamma: tuple[Tensor, Tensor]
 
-    def token(self, t: int) -> MemoryInputs:
-        """One token, without its dimension."""
+    def at(self, t: int | slice) -> MemoryInputs:
+        """One token, without its dimension, or some."""
         q, k, v, alpha, log_beta, gamma = self
         return MemoryInputs(
             q[:, t], k[:, t], v[:, t], alpha[:, t],
@@ -225,7 +225,7 @@ class TrellisMixer(Mixer):
             "backend": self.config.backend,
         }
         if x.shape[1] == 1 and cu_seqlens is None:
-            y, memory = trellis_memory_step(*inputs.token(0), **options)
+            y, memory = trellis_memory_step(*inputs.at(0), **options)
             y = y[:, None]
         else:
             y, final = trellis_memory(
