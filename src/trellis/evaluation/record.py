@@ -49,7 +49,7 @@ class Records:
     ) -> dict[str, Any]:
         """The same for what is no Subject: `identity` tells models apart, `about` is recorded."""
         key = {"task": self.task, "setting": setting, "model": identity}
-        path = self.folder / f"{_slug(name)}-{_digest(key)}.json"
+        path = self.folder / f"{slug(name)}-{_digest(key)}.json"
         if path.is_file():
             return json.loads(path.read_text())
         start = time.monotonic()
@@ -93,7 +93,8 @@ def _digest(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """A model's name as part of a file's."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -140,12 +141,14 @@ def complete(
     *,
     max_tokens: int,
     stop: str | Sequence[str] | None = None,
+    enough: Callable[[int, str], bool] = lambda number, text: False,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> list[str]:
     """The likeliest token after another, until `max_tokens`, the end of a document, or `stop`.
 
     stop: a text, or several; the result ends before the first of them.
+    enough: whether the text that follows the prompt of that number needs no more.
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for prompt in prompts:
@@ -153,23 +156,24 @@ def complete(
     found = [""] * len(prompts)
     for batch in batches([len(prompt) + max_tokens for prompt in prompts], batch_tokens):
         rows = [prompts[n] for n in batch]
+        writers = [_Writer(subject, stops, partial(enough, n)) for n in batch]
         if subject.ours:
-            texts = _complete_ours(subject, rows, max_tokens, stops)
+            _complete_ours(subject, rows, max_tokens, writers)
         else:
-            texts = [_complete_alone(subject, row, max_tokens, stops) for row in rows]
-        for n, text in zip(batch, texts):
-            found[n] = text
+            for row, writer in zip(rows, writers):
+                _complete_alone(subject, row, max_tokens, writer)
+        for n, writer in zip(batch, writers):
+            found[n] = writer.text
         progress(len(batch))
     return found
 
 
 def _complete_ours(
-    subject: Subject, rows: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[str]
-) -> list[str]:
+    subject: Subject, rows: Sequence[Sequence[int]], max_tokens: int, writers: Sequence[_Writer]
+) -> None:
     """A batch from its states; a sequence that has stopped leaves the batch."""
     last, cache = subject.read(rows)
     logits = torch.stack(last)
-    writers = [_Writer(subject, stops) for _ in rows]
     active = list(range(len(rows)))
     for place in range(max_tokens):
         tokens = logits.argmax(-1).tolist()
@@ -181,14 +185,11 @@ def _complete_ours(
             active = [active[i] for i in going]
         new = torch.tensor([[tokens[i]] for i in going], device=subject.device)
         logits = subject.model(new, past_key_values=cache).logits[:, -1]
-    return [writer.text for writer in writers]
 
 
-def _complete_alone(
-    subject: Subject, row: Sequence[int], max_tokens: int, stops: Sequence[str]
-) -> str:
+def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, writer: _Writer) -> None:
     """One prompt with the cache that the model brings, whatever it is."""
-    writer, cache, ids = _Writer(subject, stops), None, list(row)
+    cache, ids = None, list(row)
     for _ in range(max_tokens):
         # Without a cache that can be handed back, all is read again.
         new = ids if cache is None else ids[-1:]
@@ -199,16 +200,15 @@ def _complete_alone(
         if not writer.take(ids[-1]):
             break
         cache = getattr(out, "past_key_values", None)
-    return writer.text
 
 
 class _Writer:
     """Collects tokens to a text, up to a stop."""
 
-    def __init__(self, subject: Subject, stops: Sequence[str]):
+    def __init__(self, subject: Subject, stops: Sequence[str], enough: Callable[[str], bool]):
         self.decoder = subject.tokenizer.stream_decoder()
         self.end = subject.tokenizer.end_of_document
-        self.stops = stops
+        self.stops, self.enough = stops, enough
         self.text = ""
 
     def take(self, token: int) -> bool:
@@ -219,4 +219,4 @@ class _Writer:
         ends = [self.text.index(stop) for stop in self.stops if stop in self.text]
         if ends:
             self.text = self.text[: min(ends)]
-        return not ends
+        return not ends and not self.enough(self.text)
