@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from . import mqar, ppl
+from . import mqar, ppl, recall
 
 app = typer.Typer(no_args_is_help=True, help="Measure models: ours, or any of transformers.")
 app.command("mqar")(mqar.mqar)
 app.command("ppl")(ppl.ppl)
+app.command("recall")(recall.recall)

@@ -1,0 +1,127 @@
+"""Recall from a text: the answer stands in it, and is to be written after a query.
+
+Prompts, greedy completions and the score are those of lm-eval's tasks squad_completion, swde and
+fda: the whole text without the white space around it, at most 48 tokens up to a line's end, right
+if the value occurs in them in whatever case.
+
+Cut contexts follow "Just read twice" (Arora et al., 2024), whose 1,000 tokens less 50 for the
+answer are 950: the document is cut to so many tokens around the answer, and what is asked for comes
+after them: ". Key:" for SWDE and FDA, the published query for SQuAD. Three things differ from that
+code. The window is centred on the first place of the answer, where that code takes the first place
+of key or answer, so that the answer may fall outside. It has its full length also at the end of a
+document. And the query is taken off before the document is cut, not after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..data.tokenizer import TextTokenizer
+from .recall_data import Item
+from .scoring import BATCH_TOKENS, Progress, complete
+from .subject import Subject
+
+MAX_TOKENS = 48
+STOP = "\n"
+
+
+def contains(output: str, answers: Sequence[str]) -> bool:
+    """Whether one of the answers occurs in the output, in whatever case."""
+    return any(re.search(re.escape(answer), output, re.IGNORECASE) for answer in answers)
+
+
+def window(length: int, begin: int, end: int, size: int) -> tuple[int, int]:
+    """Of `length` tokens, `size` with begin:end in their middle, moved to stay inside."""
+    start = (begin + end) // 2 - size // 2
+    start = max(0, min(start, length - size))
+    return start, min(length, start + size)
+
+
+def cut_prompt(item: Item, tokenizer: TextTokenizer, size: int) -> str:
+    """The prompt with `size` tokens of the document, or all of a shorter one.
+
+    A document without the answer keeps its end.
+
+    Raises:
+        ValueError: so few tokens cannot hold the answer, or the query cannot be told.
+    """
+    document = _cut_document(item, tokenizer, size)
+    if item.key is None:
+        return (document + item.query).strip()
+    return f"{document.strip().rstrip('.')}. {item.key[0].upper()}{item.key[1:]}:"
+
+
+def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> str:
+    text = item.document
+    ids = tokenizer.encode(text)
+    if len(ids) <= size:
+        return text
+    if item.key is None and not item.query:
+        raise ValueError(
+            f"{item.where}: the text of {len(ids):,} tokens cannot be cut to {size:,}: it has no "
+            "field 'context' with the passage that it begins with"
+        )
+    # A document without the answer is cut as if the answer stood behind it.
+    first, last = item.span or (len(text), len(text))
+    begin, end = (len(tokenizer.encode(text[:place])) for place in (first, last))
+    start, stop = window(len(ids), begin, end, size)
+    # A character that the window cuts in two is left out.
+    kept = tokenizer.decode(ids[start:stop]).strip("\ufffd")
+    if text[first:last] not in kept:
+        raise ValueError(
+            f"{item.where}: the answer does not fit into {size:,} tokens: give more to "
+            "--context-tokens"
+        )
+    return kept
+
+
+def encode(subject: Subject, items: Sequence[Item], context_tokens: int | None) -> list[list[int]]:
+    """Token ids of the prompts: whole texts, or documents cut to `context_tokens`.
+
+    Raises:
+        ValueError: the model cannot read one of them, or it cannot be cut.
+    """
+    tokenizer = subject.tokenizer
+    if context_tokens is None:
+        texts = [item.prompt for item in items]
+    else:
+        texts = [cut_prompt(item, tokenizer, context_tokens) for item in items]
+    prompts = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    limit = subject.max_context
+    for item, prompt in zip(items, prompts):
+        tokens = len(prompt) + MAX_TOKENS
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"{item.where}: the prompt with {MAX_TOKENS} tokens of answer has {tokens:,}, but "
+                f"{subject.name} reads at most {limit:,}: cut contexts with --context-tokens"
+            )
+    return prompts
+
+
+def measure(
+    subject: Subject,
+    items: Sequence[Item],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = lambda done: None,
+) -> dict[str, Any]:
+    """How many items a model completes with their answer, and what it wrote for each."""
+    outputs = complete(
+        subject, prompts, max_tokens=MAX_TOKENS, stop=STOP,
+        batch_tokens=batch_tokens, progress=progress,
+    )  # fmt: skip
+    right = [contains(output, item.answers) for output, item in zip(outputs, items)]
+    return {
+        "accuracy": sum(right) / len(right),
+        "right": sum(right),
+        "items": len(right),
+        # Nobody can copy these; they count all the same.
+        "answer_not_in_document": sum(item.span is None for item in items),
+        "outputs": [
+            {"item": number, "answers": list(item.answers), "output": output, "right": hit}
+            for number, (item, output, hit) in enumerate(zip(items, outputs, right), 1)
+        ],
+    }
