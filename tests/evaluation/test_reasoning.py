@@ -1,0 +1,358 @@
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.evaluation.helpers import ours, save_gpt2
+
+from trellis.evaluation.reasoning_data import FILES, find, read
+from trellis.evaluation.subject import load_subject
+
+CHOICES = ["in the park", "on a distant star, which nobody knew", "under it", "with great care"]
+
+
+def publishers():
+    """A few items of every task, as the publishers write them: file name -> lines."""
+    hellaswag = [
+        {
+            "ind": n,
+            "activity_label": "Removing ice",
+            "ctx_a": f"Then, {n} [header] How to [title] Clean the car [step] A man sits.",
+            "ctx_b": "the man" if n % 2 else "",
+            "ctx": "not used",
+            "split": "val",
+            "split_type": "indomain",
+            "label": n % 4,
+            "endings": [f"{end} [substeps] again {n}." for end in CHOICES],
+            "source_id": "x",
+        }
+        for n in range(4)
+    ]
+    arc = [
+        {
+            "id": f"Q{n}",
+            "question": {
+                "stem": f"Where do {n} planets move?",
+                "choices": [{"text": text, "label": label} for text, label in zip(CHOICES, labels)],
+            },
+            "answerKey": labels[n],
+        }
+        for n, labels in enumerate(["ABCD", "1234", "ABC"])
+    ]
+    return {
+        "lambada_openai_test.jsonl": [
+            {"text": f"“Well,” said {name}, and the door was closed by {name}"}
+            for name in ("Anna", "old Karenina", "you")
+        ],
+        "piqa/valid.jsonl": [
+            {"goal": f"How do I boil {n} eggs?", "sol1": "In a pot. ", "sol2": " Put it in milk"}
+            for n in range(3)
+        ],
+        "piqa/valid-labels.lst": [0, 1, 1],
+        "hellaswag_val.jsonl": hellaswag,
+        "winogrande/dev.jsonl": [
+            {"qID": f"{n}", "sentence": f"Sarah met {n} Marias so _ was {end}.", "option1": "Sarah",
+             "option2": "Maria", "answer": answer}
+            for n, end, answer in [(1, "glad", "2"), (2, "sorry to go", 1), (3, "late", "1")]
+        ],
+        "ARC-Easy/ARC-Easy-Test.jsonl": arc,
+        "ARC-Challenge-Test.jsonl": arc[::-1],
+        "socialiqa/dev.jsonl": [
+            {"context": f"Jo had {n} dogs.", "question": "Why?", "answerA": "for fun",
+             "answerB": "none", "answerC": "to walk them every day"}
+            for n in range(3)
+        ],
+        "socialiqa/dev-labels.lst": [3, 1, 2],
+    }  # fmt: skip
+
+
+CLEANED = [
+    {"query": f"Canoeing: {n} women are seen. they", "gold": n, "endings": CHOICES}
+    for n in range(3)
+]
+
+
+def write(folder, files):
+    for name, lines in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path.write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data"), publishers())
+
+
+@pytest.fixture(scope="module")
+def cleaned(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("cleaned"), {"hellaswag_val.jsonl": CLEANED})
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return str(save_gpt2(tmp_path_factory.mktemp("model") / "gpt2", positions=512))
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def built(folder, *names):
+    from trellis.evaluation.reasoning import build
+
+    return build(names, {name: read(find(folder, name), name) for name in names})
+
+
+def wrapped(subject, **options):
+    from trellis.evaluation.lm_eval_model import TrellisLM
+
+    return TrellisLM(subject=subject, **options)
+
+
+def asked(*arguments):
+    """Requests as lm-eval makes them."""
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def by_hf(path):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=path, device="cpu", batch_size=2, dtype="float32")
+
+
+def compare(tasks, path):
+    """Every task by our model class and by lm-eval's own."""
+    from lm_eval.evaluator import evaluate
+
+    from trellis.evaluation.reasoning import likelihoods, measure
+
+    model, theirs = wrapped(load_subject(path)), by_hf(path)
+    for task in tasks.values():
+        found = measure(model, task)
+        out = evaluate(
+            lm=theirs, task_dict={"tasks": {task.task_name: task}},
+            bootstrap_iters=0, log_samples=False,
+        )  # fmt: skip
+        metrics = out["results"][task.task_name]
+        for name, value in found.items():
+            if name in ("acc", "acc_norm"):
+                assert value == metrics[f"{name},none"], (task.task_name, name)
+            if name == "perplexity":
+                assert value == pytest.approx(metrics["perplexity,none"], rel=1e-5)
+        expected = likelihoods(task)
+        assert found["items"] == len(expected)
+        for item, other in zip(found["likelihoods"], expected):
+            assert item == pytest.approx(other, abs=1e-4), task.task_name
+
+
+def test_all_tasks_score_as_with_lm_evals_own_model(data, gpt2, offline):
+    compare(built(data, *FILES), gpt2)
+
+
+def test_cleaned_hellaswag_scores_as_with_lm_evals_own_model(cleaned, gpt2, offline):
+    compare(built(cleaned, "hellaswag"), gpt2)
+
+
+def test_prompts_of_hellaswag_are_those_of_lm_eval(data, cleaned):
+    task = built(data, "hellaswag")["hellaswag"]
+    doc = task.eval_docs[1]
+    assert task.doc_to_text(doc) == (
+        "Removing ice: Then, 1 How to. Clean the car A man sits. The man"
+    )
+    assert task.doc_to_choice(doc)[0] == "in the park again 1."
+    assert task.doc_to_target(doc) == 1
+    task = built(cleaned, "hellaswag")["hellaswag"]
+    assert task.doc_to_text(task.eval_docs[2]) == CLEANED[2]["query"]
+    assert task.doc_to_choice(task.eval_docs[2]) == CHOICES
+    assert task.doc_to_target(task.eval_docs[2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("a b", " c"), ("a b  ", "c"), ("a\n", "c d"), ("", "whole"), ("ä", "ö"), ("x" * 80, " y")],
+)
+def test_texts_are_split_as_by_lm_evals_own_model(gpt2, monkeypatch, context, continuation):
+    model, theirs = wrapped(load_subject(gpt2)), by_hf(gpt2)
+    monkeypatch.setattr(model.subject, "max_context", 64)
+    theirs._max_length = 64
+    (found,) = model.loglikelihood(asked((context, continuation)))
+    (expected,) = theirs.loglikelihood(asked((context, continuation)), disable_tqdm=True)
+    assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])
+    assert model.cut == (len(context) > 64)
+
+
+PAIRS = [("the cat sat", " on the mat"), ("the cat sat", " up"), ("", "x"), ("the cat sat ", "so")]
+
+
+@pytest.mark.parametrize("mixer", ["trellis", "transformer"])
+def test_shared_contexts_and_batches_change_nothing(mixer):
+    subject = ours(mixer)
+    alone = [wrapped(subject, share=False).loglikelihood(asked(pair))[0] for pair in PAIRS]
+    for options in ({}, {"batch_tokens": 1}, {"share": False}):
+        found = wrapped(subject, **options).loglikelihood(asked(*PAIRS))
+        for one, expected in zip(found, alone):
+            assert one == (pytest.approx(expected[0], rel=1e-5), expected[1])
+
+
+def test_contexts_are_read_once(monkeypatch):
+    subject = ours()
+    read_rows = []
+    original = subject.read
+    monkeypatch.setattr(subject, "read", lambda rows: read_rows.extend(rows) or original(rows))
+    wrapped(subject).loglikelihood(asked(*((CHOICES[0], f" {end}") for end in CHOICES)))
+    assert len(read_rows) == 1
+
+
+def test_a_whole_text_is_that_of_a_direct_computation():
+    subject = ours()
+    texts = ["It was the best of times.", "", "x", "It was the worst of times, " * 4]
+    for batch_tokens in (1, 10_000):
+        found = wrapped(subject, batch_tokens=batch_tokens).loglikelihood_rolling(
+            asked(*((text,) for text in texts))
+        )
+        for text, likelihood in zip(texts, found):
+            ids = [*subject.start, *text.encode()]
+            with torch.no_grad():
+                chances = subject.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            expected = sum(float(chances[n, token]) for n, token in enumerate(ids[1:]))
+            assert likelihood == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_whole_text_in_windows_is_that_of_lm_evals_own_model(gpt2, monkeypatch):
+    model, theirs = wrapped(load_subject(gpt2)), by_hf(gpt2)
+    monkeypatch.setattr(model.subject, "max_context", 16)
+    theirs._max_length = 16
+    texts = asked(("It was the best of times, it was the worst of times.",), ("short",))
+    expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert model.loglikelihood_rolling(texts) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("which", ["trellis", "gpt2"])
+def test_text_is_written_up_to_the_first_of_several_stops(which, gpt2):
+    subject = load_subject(gpt2) if which == "gpt2" else ours(which)
+    model = wrapped(subject)
+    (whole,) = model.generate_until(asked(("hello", {"max_gen_toks": 20, "until": []})))
+    late, early = whole[-1], whole[len(whole) // 2]
+    requests = asked(
+        ("hello", {"max_gen_toks": 20, "until": [late, early, "never there"]}),
+        ("hello", {"max_gen_toks": 20, "until": early}),
+        ("hello", {"max_gen_toks": 20, "until": []}),
+    )
+    cut = whole[: min(whole.index(late), whole.index(early))]
+    assert model.generate_until(requests) == [cut, whole[: whole.index(early)], whole]
+    with pytest.raises(ValueError, match="writes greedily"):
+        model.generate_until(asked(("hello", {"do_sample": True, "temperature": 1.0})))
+
+
+def test_it_is_a_model_of_lm_eval_by_name(gpt2):
+    from lm_eval.api.registry import get_model
+
+    from trellis.evaluation.lm_eval_model import TrellisLM
+
+    assert get_model("trellis") is TrellisLM
+    model = TrellisLM.create_from_arg_string(
+        f"path={gpt2},batch_tokens=100", {"batch_size": 1, "device": "cpu"}
+    )
+    assert model.subject.name == "gpt2"
+    assert model.batch_tokens == 100
+
+
+def run(subject, folder, out, **options):
+    from trellis.evaluation import reasoning_task
+
+    return reasoning_task.run(
+        [subject],
+        out,
+        **{"data": folder, "tasks": None, "limit": None, "batch_tokens": 4096, **options},
+    )
+
+
+def test_the_command_prints_the_papers_table_and_does_not_repeat(data, tmp_path, capsys, offline):
+    subject = ours()
+    first = run(subject, data, tmp_path)
+    printed = capsys.readouterr().out
+    for word in ("LMB.", "PIQA", "Hella.", "Wino.", "ARC-e", "ARC-c", "SIQA", "Avg.", "acc_n"):
+        assert word in printed
+    accuracies = [record["result"]["acc"] for record in first]
+    assert len(accuracies) == 7
+    assert f"{100 * sum(accuracies) / 7:.2f}" in printed
+    kept = sorted((tmp_path / "reasoning").glob("*.json"))
+    assert len(kept) == 7
+    assert all(json.loads(path.read_text())["setting"]["data_sha256"] for path in kept)
+    subject.model = None  # would fail if it were asked
+    assert run(subject, data, tmp_path) == first
+
+
+def test_a_limit_is_a_prefix(data, tmp_path):
+    subject = ours()
+    (whole,) = run(subject, data, tmp_path, tasks=["hellaswag"])
+    (part,) = run(subject, data, tmp_path, tasks=["hellaswag"], limit=2)
+    assert part["result"]["items"] == 2
+    for one, expected in zip(part["result"]["likelihoods"], whole["result"]["likelihoods"]):
+        assert one == pytest.approx(expected, rel=1e-5)
+
+
+def test_tasks_without_files_are_left_out_or_errors(cleaned, tmp_path, capsys):
+    subject = ours()
+    (record,) = run(subject, cleaned, tmp_path)
+    assert record["setting"]["task"] == "hellaswag"
+    assert "left out piqa: there is none of piqa_valid.jsonl" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match=r"siqa: there is none of siqa_dev\.jsonl"):
+        run(None, cleaned, tmp_path, tasks=["siqa"])
+    with pytest.raises(ValueError, match=r"--tasks must be of lambada.*got 'boolq'"):
+        run(None, cleaned, tmp_path, tasks=["boolq"])
+    with pytest.raises(FileNotFoundError, match="must be a folder"):
+        run(None, tmp_path / "nowhere", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no files of reasoning tasks"):
+        run(None, tmp_path / "empty", tmp_path)
+
+
+GOOD = publishers()
+BAD = [
+    ("lambada", 1, "not json", r"test\.jsonl:2: this is not JSON"),
+    ("lambada", 1, [1], r"test\.jsonl:2: a line must be a JSON object"),
+    ("lambada", 0, {"texts": "a b"}, r"test\.jsonl:1: there is no field 'text', only texts"),
+    ("lambada", 2, {"text": "ends with a space "}, r":3: 'text' must end with a word"),
+    ("piqa", 1, {"goal": "g", "sol1": 3, "sol2": "s"}, r":2: 'sol1' must be a text; got 3"),
+    ("hellaswag", 1, {**GOOD["hellaswag_val.jsonl"][1], "label": 4}, r":2: 'label' must be one of"),
+    ("hellaswag", 1, CLEANED[1], r":2: there is no field 'activity_label'"),
+    ("hellaswag", 3, {**GOOD["hellaswag_val.jsonl"][1], "endings": ["a"]}, "list of two texts"),
+    ("winogrande", 2, {"sentence": "none"}, r":3: 'sentence' must have a gap"),
+    ("arc_easy", 0, {"question": "text"}, r":1: 'question' must be an object"),
+    ("arc_easy", 0, {"question": {"choices": [{"text": "a"}] * 2}}, r"choice 1: there is no field"),
+    ("siqa", 1, {"context": "c"}, r":2: there is no field 'question'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "line", "text", "match"), BAD)
+def test_bad_rows_are_named_with_file_and_line(tmp_path, task, line, text, match):
+    files = publishers()
+    name = next(name for name in FILES[task] if name in files)
+    files[name][line] = text
+    write(tmp_path, files)
+    with pytest.raises(ValueError, match=match):
+        read(find(tmp_path, task), task)
+
+
+def test_bad_labels_are_named(tmp_path):
+    labels = "piqa/valid-labels.lst"
+    for lines, match in (([0, 1], "has 2 labels for 3 items"), ([0, 2, 1], r"lst:2.*got '2'")):
+        write(tmp_path, {**publishers(), labels: lines})
+        with pytest.raises(ValueError, match=match):
+            read(find(tmp_path, "piqa"), "piqa")
+    (tmp_path / labels).unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no .*valid-labels\.lst"):
+        read(find(tmp_path, "piqa"), "piqa")
+    write(tmp_path, {"piqa/valid.jsonl": []})
+    with pytest.raises(ValueError, match=r"valid\.jsonl has no items"):
+        read(find(tmp_path, "piqa"), "piqa")
