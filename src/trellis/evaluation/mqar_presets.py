@@ -101,7 +101,8 @@ class Preset:
     def common(self) -> dict[str, Any]:
         """What results must share to be shown together."""
         apart = ("groups", "widths")
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in apart}
+        shared = {k: v for k, v in dataclasses.asdict(self).items() if k not in apart}
+        return {"preset": shared.pop("name"), **shared}
 
 
 def _settings(*pairs: tuple[int, int]) -> tuple[Setting, ...]:

@@ -146,7 +146,7 @@ def _print(found: list[dict[str, Any]]) -> None:
             state, parameters = last["result"]["state_size"], last["model"]["parameters"]
             rows.append([name, *cells, f"{state:,}", f"{parameters:,}"])
         heads = [f"{length}/{pairs}" for length, pairs in settings]
-        title = f"MQAR accuracy in %, width {width}; columns are tokens/pairs"
+        title = f"MQAR, width {width}: accuracy in % by tokens/pairs"
         print_table(["mixer", *heads, "state", "parameters"], rows, title)
 
 
@@ -164,6 +164,7 @@ def _draw(found: list[dict[str, Any]], path: Path) -> None:
     size = (1.5 + 4.5 * len(widths), 4.5)
     with figure(path, len(widths), figsize=size, sharey=True) as drawn:
         axes = [drawn] if len(widths) == 1 else list(drawn)
+        lines: dict[str, Any] = {}
         for axis, width in zip(axes, widths):
             for number, name in enumerate(names):
                 points = [
@@ -175,10 +176,14 @@ def _draw(found: list[dict[str, Any]], path: Path) -> None:
                 if points:
                     style = "o-" if number < 10 else "s--"
                     colour = f"C{number % 10}"
-                    axis.plot(*zip(*sorted(points)), style, color=colour, label=name)
+                    (lines[name],) = axis.plot(*zip(*sorted(points)), style, color=colour)
             labels = [f"{pairs}\n({length})" for length, pairs in settings]
             axis.set_xticks(range(len(settings)), labels)
             axis.set(xlabel="pairs (tokens)", title=f"width {width}", ylim=(-3, 103))
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("accuracy, %")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        # A mixer may be missing at some widths, so one legend is made for all panels.
+        if lines:
+            shown = [name for name in names if name in lines]
+            axes[-1].legend([lines[name] for name in shown], shown,
+                            loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip

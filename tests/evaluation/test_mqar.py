@@ -1,0 +1,344 @@
+"""Multi-query associative recall: the sequences, the score, the training and the command."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from trellis.cli.evaluation import app
+from trellis.evaluation import mqar_task
+from trellis.evaluation.mqar import POWER, Setting, accuracy, examples, query_logits
+from trellis.evaluation.mqar_presets import PRESETS, Group, Preset, Source, preset
+from trellis.evaluation.mqar_training import train
+from trellis.models.config import TrellisConfig
+from trellis.models.loss import IGNORED
+from trellis.models.modeling import TrellisForCausalLM
+
+TINY = Setting(12, 2)
+LONGER = Setting(16, 3)
+
+
+def tiny_preset(**changed):
+    values = {
+        "vocab_size": 12,
+        "groups": (Group((Source(TINY, 10_000),), (TINY, LONGER)),),
+        "widths": (16,),
+        "learning_rates": (1e-2,),
+        "steps": 4,
+        "batch_tokens": 96,
+        "test_examples": 70,
+        "validation_examples": 10,
+        "check_every": 2,
+    }
+    return Preset("tiny", **{**values, **changed})
+
+
+def tiny_config(mixer="gated_delta_net", width=16, layers=1, vocab_size=12):
+    return TrellisConfig(
+        vocab_size=vocab_size, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=1, mixer=mixer,
+    )  # fmt: skip
+
+
+def pairs_of(row, pairs):
+    return {row[2 * n]: row[2 * n + 1] for n in range(pairs)}
+
+
+@pytest.mark.parametrize("setting", [Setting(64, 4), Setting(32, 8), Setting(41, 3)])
+@pytest.mark.parametrize("random_non_queries", [False, True])
+def test_sequences_are_built_as_said(setting, random_non_queries):
+    vocab = 32
+    data = examples(setting, vocab, 100, split="train", random_non_queries=random_non_queries)
+    assert data.inputs.shape == data.labels.shape == (100, setting.length)
+    for row, labels in zip(data.inputs.tolist(), data.labels.tolist()):
+        known = pairs_of(row, setting.pairs)
+        assert len(known) == len(set(known.values())) == setting.pairs  # all different
+        assert all(1 <= key < vocab // 2 <= value < vocab for key, value in known.items())
+        places = [place for place, label in enumerate(labels) if label != IGNORED]
+        assert sorted(row[place] for place in places) == sorted(known)  # every key once
+        assert all(labels[place] == known[row[place]] for place in places)
+        gaps = [place - 2 * setting.pairs for place in places]
+        assert min(gaps) >= 0
+        assert all(gap % 2 == 0 for gap in gaps)
+        assert len(set(gaps)) == setting.pairs
+        rest = [row[p] for p in range(2 * setting.pairs, setting.length) if p not in places]
+        assert all(0 <= token < vocab for token in rest)
+        assert random_non_queries or not any(rest)
+    if random_non_queries:
+        filled = data.inputs[:, 2 * setting.pairs + 1 :: 2]  # odd places have no queries
+        assert set(filled.flatten().tolist()) == set(range(vocab))
+
+
+def test_gaps_follow_the_power_law_of_one_by_one_draws():
+    setting, rows = Setting(40, 5), 4096
+    data = examples(setting, 32, rows, split="train", random_non_queries=False)
+    space = 15
+    found = (data.labels[:, 10::2] != IGNORED).double().mean(0).numpy()
+    chances = np.arange(1, space + 1) ** (POWER - 1)
+    chances /= chances.sum()
+    generator = np.random.default_rng(5)
+    counts = np.zeros(space)
+    for _ in range(rows):
+        counts[generator.choice(space, size=5, replace=False, p=chances)] += 1
+    expected = counts / rows
+    error = np.sqrt(2 * expected * (1 - expected) / rows)
+    assert (np.abs(found - expected) < 5 * error).all()
+    assert found[0] > found[3] > found[14]  # soon is likelier
+    # The first key is the first draw.
+    first = (data.inputs[:, 10::2] == data.inputs[:, :1]).double().mean(0).numpy()
+    assert (np.abs(first - chances) < 5 * np.sqrt(chances * (1 - chances) / rows)).all()
+
+
+def test_all_keys_and_values_are_used_alike():
+    data = examples(Setting(16, 3), 20, 6400, split="test", random_non_queries=False)
+    for tokens, kinds in ((data.inputs[:, 0:6:2], 9), (data.inputs[:, 1:6:2], 10)):
+        counts = tokens.flatten().bincount(minlength=20).double()
+        counts = counts[counts > 0]
+        assert len(counts) == kinds
+        mean = 3 * 6400 / kinds
+        assert (counts - mean).abs().max() < 5 * mean**0.5
+
+
+def test_an_example_depends_on_its_number_alone():
+    setting = Setting(32, 4)
+    whole = examples(setting, 64, 200, split="test", seed=3)
+    for first, count in ((0, 1), (0, 70), (63, 2), (130, 70)):
+        part = examples(setting, 64, count, split="test", seed=3, first=first)
+        assert torch.equal(part.inputs, whole.inputs[first : first + count])
+        assert torch.equal(part.labels, whole.labels[first : first + count])
+    assert part.sha256() != whole.sha256()
+    assert examples(setting, 64, 200, split="test", seed=3).sha256() == whole.sha256()
+    assert examples(setting, 64, 200, split="test", seed=4).sha256() != whole.sha256()
+
+
+def assignments(data, pairs):
+    """What each sequence asks to remember, whatever the order of its pairs."""
+    rows = data.inputs[:, : 2 * pairs].reshape(-1, pairs, 2)
+    order = rows[:, :, 0].argsort(1)
+    ordered = rows.gather(1, order[:, :, None].expand(-1, -1, 2))
+    return {row.tobytes() for row in ordered.numpy()}
+
+
+def test_nothing_tested_is_trained_on():
+    small = preset("small")
+    (group,) = small.groups
+    for source in group.train:
+        setting = source.setting
+        draw = {"setting": setting, "vocab_size": small.vocab_size}
+        seen = assignments(examples(**draw, count=source.examples, split="train"), setting.pairs)
+        assert len(seen) == source.examples
+        tested = assignments(examples(**draw, count=500, split="test"), setting.pairs)
+        validated = assignments(examples(**draw, count=500, split="validation"), setting.pairs)
+        assert not seen & tested
+        assert not seen & validated
+        assert not validated & tested
+
+
+def copier(vocab_size):
+    """Logits of what came after the first token at an even place that is like this one."""
+
+    def logits(ids):
+        found = torch.zeros(*ids.shape, vocab_size)
+        for row, tokens in enumerate(ids.tolist()):
+            for place, token in enumerate(tokens):
+                before = tokens[: place + 1 : 2]
+                if token in before[:-1]:
+                    found[row, place, tokens[2 * before.index(token) + 1]] = 1.0
+        return found
+
+    return logits
+
+
+@pytest.mark.parametrize("setting", [Setting(64, 4), Setting(64, 16)])
+@pytest.mark.parametrize("random_non_queries", [False, True])
+def test_a_perfect_copier_scores_all(setting, random_non_queries):
+    data = examples(setting, 256, 50, split="test", random_non_queries=random_non_queries)
+    assert accuracy(copier(256), data) == 1.0
+
+
+def test_a_guesser_scores_chance():
+    vocab, count = 64, 2000
+    data = examples(Setting(32, 8), vocab, count, split="test")
+    generator = torch.Generator().manual_seed(1)
+
+    def guess(ids):
+        values = torch.randint(vocab // 2, vocab, ids.shape, generator=generator)
+        return torch.nn.functional.one_hot(values, vocab)
+
+    chance = 1 / (vocab // 2)
+    error = (chance * (1 - chance) / (8 * count)) ** 0.5
+    assert abs(accuracy(guess, data) - chance) < 4 * error
+
+
+@pytest.mark.parametrize("mixer", ["trellis", "transformer", "mamba2"])
+def test_batched_is_one_by_one_and_cached_is_whole(mixer):
+    model = TrellisForCausalLM(tiny_config(mixer, vocab_size=16)).eval()
+    data = examples(Setting(24, 4), 16, 70, split="test")
+    whole = query_logits(model, *data)
+    asked = data.labels != IGNORED
+    assert torch.allclose(whole, model(data.inputs).logits[asked], atol=1e-6)
+
+    def cached(ids):
+        cache = model.init_cache(len(ids))
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(7, dim=1)]
+        return torch.cat(parts, 1)
+
+    with torch.no_grad():
+        assert torch.allclose(whole, query_logits(cached, *data), atol=1e-5)
+    together = accuracy(model, data)
+    assert together == accuracy(model, data, batch_tokens=1) == accuracy(cached, data)
+
+
+def test_a_small_model_learns():
+    config = tiny_config(width=32)
+    learning = tiny_preset(
+        learning_rates=(2e-2,), steps=200, batch_tokens=768, validation_examples=64,
+        check_every=20, stop_at=0.8,
+    )  # fmt: skip
+    (group,) = learning.groups
+    trained = train(config, learning, group)
+    # A guess among the two values of the context is right in half of the cases.
+    assert accuracy(trained.model, examples(TINY, 12, 200, split="test")) > 0.7
+    (attempt,) = trained.attempts
+    assert attempt["steps"] == attempt["curve"][-1]["step"] < 200  # stopped early
+    assert attempt["curve"][-1]["loss"] < attempt["curve"][0]["loss"]
+
+
+def test_training_is_set_by_its_seed():
+    (group,) = tiny_preset().groups
+    first, again = (train(tiny_config(), tiny_preset(), group, seed=2) for _ in range(2))
+    assert first.attempts[0]["curve"] == again.attempts[0]["curve"]
+    other = train(tiny_config(), tiny_preset(), group, seed=3)
+    assert other.attempts[0]["curve"] != first.attempts[0]["curve"]
+
+
+def test_the_best_rate_is_kept_and_divergence_recorded():
+    (group,) = tiny_preset().groups
+    lines = []
+    rates = tiny_preset(learning_rates=(1e30, 1e-2, 1e-9))
+    trained = train(tiny_config(), rates, group, say=lines.append)
+    diverged, *others = trained.attempts
+    assert diverged["diverged"]
+    assert diverged["accuracy"] is None
+    assert any("given up" in line for line in lines)
+    assert trained.best["accuracy"] == max(attempt["accuracy"] for attempt in others)
+    assert [attempt["learning_rate"] for attempt in trained.attempts] == [1e30, 1e-2, 1e-9]
+    alone = train(tiny_config(), tiny_preset(learning_rates=(1e30,)), group)
+    assert alone.model is None
+    assert alone.best is None
+
+
+def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
+    small = tiny_preset()
+    first = mqar_task.run(["trellis"], small, tmp_path)
+    assert [record["setting"]["test"] for record in first] == [[12, 2], [16, 3]]
+    result = first[0]["result"]
+    assert set(result["training"][0]["curve"][0]) == {"step", "loss", "accuracy"}
+    assert result["training"][0]["seconds"] > 0
+    assert result["state_size"] == 2 * (2 * 16 * 16 + 2 * 3 * 16)  # memories, convolutions
+
+    both = mqar_task.run(["transformer"], small, tmp_path)
+    assert {record["model"]["name"] for record in both} == {"trellis", "transformer"}
+    captured = capsys.readouterr()
+    assert "12/2" in captured.out
+    assert "transformer, width 16: rate 0.01, step 4/4: loss" in captured.err
+    assert (tmp_path / "mqar" / "tiny.png").stat().st_size > 1000
+    assert len(list((tmp_path / "mqar").glob("*.json"))) == 4
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(mqar_task, "train", refuse)
+    assert mqar_task.run(["trellis", "transformer"], small, tmp_path) == both
+    with pytest.raises(AssertionError, match="trained again"):
+        mqar_task.run(["trellis"], small, tmp_path, seed=1)
+
+
+def test_only_what_is_missing_is_measured(tmp_path):
+    small = tiny_preset()
+    whole = mqar_task.run(["gsa"], small, tmp_path)
+    lost, kept = sorted((tmp_path / "mqar").glob("*.json"))
+    before = kept.read_bytes()
+    lost.unlink()
+    again = mqar_task.run(["gsa"], small, tmp_path)
+    assert kept.read_bytes() == before
+    assert [r["result"]["accuracy"] for r in again] == [r["result"]["accuracy"] for r in whole]
+
+
+def test_divergence_at_every_rate_is_a_result(tmp_path, capsys):
+    (first, _) = mqar_task.run(["transformer"], tiny_preset(learning_rates=(1e30,)), tmp_path)
+    assert first["result"]["accuracy"] is None
+    assert "diverged" in capsys.readouterr().out
+
+
+def test_the_command(tmp_path):
+    command = [
+        "mqar", "--mixers", "mamba2", "--widths", "16", "--steps", "1", "--batch-tokens", "64",
+        "--vocab-size", "140", "--learning-rates", "1e-3,1e-2", "--limit", "3",
+        "--set", "mamba2.state=8", "--out", str(tmp_path),
+    ]  # fmt: skip
+    out = CliRunner().invoke(app, command)
+    assert out.exit_code == 0, out.output
+    records = [json.loads(path.read_text()) for path in (tmp_path / "mqar").glob("*.json")]
+    assert len(records) == 5
+    for record in records:
+        assert record["model"]["fields"] == {"mamba2": {"state": 8}}
+        setting = record["setting"]
+        assert setting["preset"] == "small"
+        assert (setting["vocab_size"], setting["test_examples"], setting["seed"]) == (140, 3, 0)
+        assert [a["learning_rate"] for a in record["result"]["training"]] == [1e-3, 1e-2]
+        limited = examples(Setting(*setting["test"]), 140, 3, split="test")
+        assert setting["test_sha256"] == limited.sha256()
+
+
+@pytest.mark.parametrize(
+    ("setting", "vocab_size", "message"),
+    [
+        (
+            Setting(15, 4),
+            64,
+            "4 pairs and their queries take at least 16 tokens; got a length of 15",
+        ),
+        (Setting(64, 16), 32, "a vocabulary of 32 has 15 keys.*got 16 pairs"),
+        (Setting(64, 4), 33, "vocab_size must be even and at least 4; got 33"),
+        (Setting(64, 0), 32, "the number of pairs must be a whole number of at least 1; got 0"),
+    ],
+)
+def test_sequences_that_do_not_exist_are_errors(setting, vocab_size, message):
+    with pytest.raises(ValueError, match=message):
+        examples(setting, vocab_size, 1, split="test")
+
+
+def test_bad_options_are_errors_before_anything_is_trained(tmp_path):
+    with pytest.raises(ValueError, match="preset must be one of zoology, based, small"):
+        preset("large")
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1; got 0"):
+        preset("small").changed(steps=0)
+    with pytest.raises(ValueError, match="a vocabulary of 64 has 31 keys"):
+        preset("small").changed(vocab_size=64)
+    with pytest.raises(ValueError, match="learning_rates must be a number above 0; got -1"):
+        preset("small").changed(learning_rates=(-1.0,))
+    with pytest.raises(ValueError, match="heads must divide the width, 16; got 3"):
+        mqar_task.run(["transformer"], tiny_preset(heads=3), tmp_path)
+    with pytest.raises(ValueError, match="'trellis', which is not among the mixers"):
+        mqar_task.run(["gsa"], tiny_preset(), tmp_path, fields={"trellis": {"slots": 4}})
+    with pytest.raises(ValueError, match="split must be one of train, validation, test"):
+        examples(TINY, 12, 1, split="exam")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_published_sizes():
+    for one in PRESETS.values():
+        one.check()
+    zoology, based = preset("zoology"), preset("based")
+    assert [group.test for group in zoology.groups] == [
+        (Setting(64, 4),), (Setting(128, 8),), (Setting(256, 16),), (Setting(512, 64),),
+    ]  # fmt: skip
+    assert zoology.learning_rates == pytest.approx(np.logspace(-4, -2, 4))
+    assert not zoology.random_non_queries
+    assert zoology.steps_of(zoology.groups[-1]) == 64 * -(-100_000 // 128)
+    assert sum(source.examples for source in based.groups[0].train) == 180_000
+    assert dataclasses.replace(based, steps=7).steps_of(based.groups[0]) == 7
