@@ -31,6 +31,8 @@ ANSWER_TOKENS = 128
 #: RULER's: 40 from 0 to 100 per cent.
 RANDOM_DEPTHS = tuple(round(100 * n / 39) for n in range(40))
 PARTS = ("train", "test")
+#: Keys and values that may be too long before a length is too short.
+_DRAWS = 100
 
 
 class Variant(NamedTuple):
@@ -125,13 +127,11 @@ class Needles:
 
         depths: per cent, taken in turn. None draws one, as RULER does.
 
-        Raises ValueError if the prompt does not fit with one unit of the haystack.
+        Raises ValueError if the prompt does not fit even without a haystack.
         """
         noise, kind = VARIANTS[variant]
         rng = random.Random(f"{self.seed} {self.part} {variant} {length} {index}")
-        key, value = draw(rng, "word", self.part), draw(rng, kind, self.part)
-        while value == key:
-            value = draw(rng, kind, self.part)
+        key, value = self._draw(rng, variant, length)
         if depths is not None:
             depth: float = depths[index % len(depths)]
         else:
@@ -153,12 +153,23 @@ class Needles:
         units, tokens = largest(
             lambda n: self.count(prompt(n)), self._sums(hay.units), length - ANSWER_TOKENS
         )
-        if units < 1:
-            raise ValueError(
-                f"a length of {length} is too short for {variant}: the prompt has {tokens} tokens "
-                f"without a haystack, and {ANSWER_TOKENS} are kept for the answer"
-            )
         return Item(prompt(units), key, value, depth, units, tokens)
+
+    def _draw(self, rng: random.Random, variant: str, length: int) -> tuple[str, str]:
+        """A key and its value. Where the length is just enough, long ones are drawn again."""
+        kind = VARIANTS[variant].kind
+        for _ in range(_DRAWS):
+            key, value = draw(rng, "word", self.part), draw(rng, kind, self.part)
+            while value == key:
+                value = draw(rng, kind, self.part)
+            needle = NEEDLE.format(kind=kind, key=key, value=value)
+            tokens = self.count(PROMPT.format(kind=kind, key=key, context=f" {needle} "))
+            if tokens + ANSWER_TOKENS <= length:
+                return key, value
+        raise ValueError(
+            f"a length of {length} is too short for {variant}: a prompt has {tokens} tokens "
+            f"without a haystack, and {ANSWER_TOKENS} are kept for the answer"
+        )
 
     def count(self, prompt: str) -> int:
         """Tokens that a model reads: the prompt behind the token that ends documents."""
