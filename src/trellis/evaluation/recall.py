@@ -6,9 +6,9 @@ if the value occurs in them in whatever case.
 
 Cut contexts follow "Just read twice" (Arora et al., 2024), whose 1,000 tokens less 50 for the
 answer are 950: the document is cut to so many tokens around the answer, and what is asked for comes
-after them: ". Key:" for SWDE and FDA, the published query for SQuAD. Three things differ from that
-code. The window is centred on the first place of the answer, where that code takes the first place
-of key or answer, so that the answer may fall outside. It has its full length also at the end of a
+after them: " Key:" for SWDE and FDA, behind a full stop; the published query for SQuAD. Three
+things differ from that code. The window is centred on the first place of the answer; there it may
+be that of the key, and leave the answer outside. It has its full length also at the end of a
 document. And the query is taken off before the document is cut, not after it.
 """
 
@@ -39,25 +39,30 @@ def window(length: int, begin: int, end: int, size: int) -> tuple[int, int]:
     return start, min(length, start + size)
 
 
-def cut_prompt(item: Item, tokenizer: TextTokenizer, size: int) -> str:
-    """The prompt with `size` tokens of the document, or all of a shorter one.
+def cut_prompt(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
+    """Token ids of `size` tokens of the document, or all of a shorter one, and of the query.
 
     A document without the answer keeps its end.
 
     Raises:
         ValueError: so few tokens cannot hold the answer, or the query cannot be told.
     """
-    document = _cut_document(item, tokenizer, size)
+    # Not decoded and encoded again, which could give more tokens than were cut.
+    kept = _cut_document(item, tokenizer, size)
     if item.key is None:
-        return (document + item.query).strip()
-    return f"{document.strip().rstrip('.')}. {item.key[0].upper()}{item.key[1:]}:"
+        return [*kept, *tokenizer.encode(item.query.rstrip()).tolist()]
+    while kept and tokenizer.decode(kept[-1:]).isspace():
+        kept.pop()
+    stop = "" if tokenizer.decode(kept).endswith(".") else "."
+    asked = f"{stop} {item.key[0].upper()}{item.key[1:]}:"
+    return [*kept, *tokenizer.encode(asked).tolist()]
 
 
-def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> str:
+def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
     text = item.document
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text).tolist()
     if len(ids) <= size:
-        return text
+        return ids
     if item.key is None and not item.query:
         raise ValueError(
             f"{item.where}: the text of {len(ids):,} tokens cannot be cut to {size:,}: it has no "
@@ -67,9 +72,8 @@ def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> str:
     first, last = item.span or (len(text), len(text))
     begin, end = (len(tokenizer.encode(text[:place])) for place in (first, last))
     start, stop = window(len(ids), begin, end, size)
-    # A character that the window cuts in two is left out.
-    kept = tokenizer.decode(ids[start:stop]).strip("\ufffd")
-    if text[first:last] not in kept:
+    kept = ids[start:stop]
+    if text[first:last] not in tokenizer.decode(kept):
         raise ValueError(
             f"{item.where}: the answer does not fit into {size:,} tokens: give more to "
             "--context-tokens"
@@ -85,10 +89,10 @@ def encode(subject: Subject, items: Sequence[Item], context_tokens: int | None) 
     """
     tokenizer = subject.tokenizer
     if context_tokens is None:
-        texts = [item.prompt for item in items]
+        encoded = tokenizer.encode_batch([item.prompt for item in items])
+        prompts = [ids.tolist() for ids in encoded]
     else:
-        texts = [cut_prompt(item, tokenizer, context_tokens) for item in items]
-    prompts = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+        prompts = [cut_prompt(item, tokenizer, context_tokens) for item in items]
     limit = subject.max_context
     for item, prompt in zip(items, prompts):
         tokens = len(prompt) + MAX_TOKENS

@@ -161,7 +161,7 @@ def _hub(source: str) -> Rows:
 
 def _published(name: str, row: Any, where: str) -> Item:
     """A row of the published form, its text parted into document and query."""
-    text, value = _text(row, "text", where), _text(row, "value", where).strip()
+    text, value = (_text(row, field, where).strip() for field in ("text", "value"))
     key = _text(row, "key", where).strip() if name in KEYED else None
     if key is not None:
         document = _without_query(text, key)
