@@ -1,0 +1,141 @@
+import json
+import re
+
+import pytest
+from tests.evaluation.helpers import ours, ruled, save_gpt2
+from typer.testing import CliRunner
+
+from trellis.cli import app
+from trellis.data.haystack import Haystack
+from trellis.data.needles import VARIANTS, Needles
+from trellis.evaluation import niah_task
+from trellis.evaluation.niah import by_depth, matches, retrieve
+from trellis.evaluation.subject import load_subject
+
+TEXT = "It was late. The fox said nothing. Nobody answered! Then it rained, as always. " * 20
+ASKED = re.compile(r"The special magic \w+ for (\S+( \S+)*) mentioned in the provided text is")
+
+
+def needles(subject, seed=42):
+    return Needles(subject.tokenizer, Haystack([TEXT]), seed, "test")
+
+
+def look_up(ids):
+    """The next byte of the value that the text gives for the key it asks for."""
+    if b"text is" not in bytes(ids[-80:] if len(ids) > 80 else ids[1:]):
+        return 0  # still reading
+    text = bytes(ids[1:]).decode()
+    *_, asked = ASKED.finditer(text)
+    value = re.search(rf"s for {asked[1]} is: (\S+( \S+)*?)\.[\s]", text)[1]
+    return f" {value}.\n".encode()[min(len(text) - asked.end(), len(value) + 2)]
+
+
+def counting(ids):
+    """Digits whatever was read."""
+    return ord("0") + len(ids) * 7919 % 10
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_that_looks_the_key_up_finds_every_needle(variant):
+    subject = ruled(look_up)
+    found = retrieve(subject, needles(subject), variant, 720, 11)
+    assert found["accuracy"] == 1.0
+    assert [row["depth"] for row in found["by_depth"]] == list(range(0, 101, 10))
+    assert all(row["correct"] == row["items"] == 1 for row in found["by_depth"])
+    for item in found["items"]:
+        assert item["answer"] == f" {item['value']}"  # enough was known
+        assert item["tokens"] + 128 <= 720
+
+
+@pytest.mark.parametrize("variant", ["passkey", "uuid"])
+def test_a_model_that_ignores_the_text_finds_none(variant):
+    subject = ruled(counting)
+    found = retrieve(subject, needles(subject), variant, 700, 3)
+    assert found["accuracy"] == 0.0
+    assert all(len(item["answer"]) == 128 for item in found["items"])
+
+
+def test_a_value_counts_wherever_it_stands_as_in_ruler():
+    assert matches(" the number is 1234567, I think", "1234567")
+    assert matches("AB-CD\x00", "ab-cd")
+    assert not matches("123\x004567", "1234567")
+    assert not matches("", "1234567")
+
+
+def test_fewer_items_are_a_prefix_and_batches_change_nothing():
+    subject = ours("trellis")
+    made = needles(subject)
+    together = retrieve(subject, made, "number", 600, 5, batch_tokens=10_000)
+    alone = retrieve(subject, made, "number", 600, 5, batch_tokens=1)
+    assert together == alone
+    assert all(len(item["answer"]) > 20 for item in alone["items"])
+    assert retrieve(subject, made, "number", 600, 2)["items"] == together["items"][:2]
+
+
+def test_long_sets_are_built_in_parts(monkeypatch):
+    subject = ruled(look_up)
+    whole = retrieve(subject, needles(subject), "number", 650, 3)
+    monkeypatch.setattr("trellis.evaluation.niah._PROMPT_TOKENS", 1300)
+    assert retrieve(subject, needles(subject), "number", 650, 3) == whole
+
+
+def test_random_depths_are_summed_up_by_tenths():
+    answers = [{"depth": depth, "correct": depth > 50} for depth in (3.2, 0, 49, 51, 100)]
+    assert by_depth(answers, exact=False) == [
+        {"depth": 0, "correct": 0, "items": 2},
+        {"depth": 50, "correct": 1, "items": 2},
+        {"depth": 100, "correct": 1, "items": 1},
+    ]
+
+
+OPTIONS = {"items": 4, "depths": [0, 100], "limit": None, "seed": 42, "batch_tokens": 4096}
+
+
+@pytest.fixture
+def book(tmp_path):
+    (tmp_path / "book.txt").write_text(TEXT)
+    return [str(tmp_path / "book.txt")]
+
+
+def test_the_command_keeps_results_and_draws_them(tmp_path, book, capsys):
+    subject = ruled(look_up, "looks up")
+    places = (book, ["passkey", "word"], [700, 1024], tmp_path / "out")
+    first = niah_task.run([subject], *places, **{**OPTIONS, "limit": 2})
+    printed = capsys.readouterr().out
+    assert "needles found, per cent" in printed
+    assert "100.0" in printed
+    folder = tmp_path / "out" / "niah"
+    assert (folder / "looks-up-heatmap.png").stat().st_size > 1000
+    assert len(list(folder.glob("*.json"))) == 4
+    record = json.loads(next(folder.glob("*.json")).read_text())
+    assert record["setting"]["seed"] == 42
+    assert record["setting"]["items"] == len(record["result"]["items"]) == 2
+
+    subject.model = None  # would fail if it were asked
+    assert niah_task.run([subject], *places, **{**OPTIONS, "limit": 2}) == first
+    # Another length beside it changes none of them.
+    again = (book, ["word"], [700], tmp_path / "out")
+    (one,) = niah_task.run([subject], *again, **{**OPTIONS, "items": 2})
+    assert one in first
+    assert len(one["setting"]["haystack_sha256"]) == 64
+
+
+def test_errors_come_before_measuring(tmp_path, book):
+    def run(subject, variants=("uuid",), lengths=(700,)):
+        niah_task.run([subject], book, variants, lengths, tmp_path / "out", **OPTIONS)
+
+    gpt2 = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=1000)))
+    with pytest.raises(ValueError, match=r"a length of 1,024 .*gpt2 reads at most 1,000"):
+        run(gpt2, lengths=(700, 1024))
+    with pytest.raises(ValueError, match=r"a length of 256 is too short for uuid"):
+        run(gpt2, lengths=(700, 256))
+    with pytest.raises(ValueError, match=r"variants must be among .* got 'pass'"):
+        run(gpt2, variants=("passkey", "pass"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("depths", ["0,101", "-1", "half"])
+def test_depths_out_of_range_are_named(depths):
+    result = CliRunner().invoke(app, ["eval", "niah", "nowhere", "--depths", depths])
+    assert isinstance(result.exception, ValueError)
+    assert "--depths must be whole numbers from 0 to 100" in str(result.exception)
