@@ -2,6 +2,8 @@
 
 forward(token) = 2 x (entries of all linear maps, the head included) + sum of all mixers' flops
 training(token) = 3 x forward: the backward makes two products for each of the forward's.
+
+Every mixer's formula, and how it is checked against torch.utils.flop_counter: docs/flops.md.
 """
 
 from __future__ import annotations
