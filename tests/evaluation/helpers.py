@@ -57,7 +57,7 @@ class RuleModel(torch.nn.Module):
         logits = torch.zeros(*input_ids.shape, self.vocab_size)
         for row, ids in enumerate(input_ids.tolist()):
             length = len(ids) if attention_mask is None else int(attention_mask[row].sum())
-            for place in range(length):
+            for place in range(length - logits_to_keep if logits_to_keep else 0, length):
                 logits[row, place, self.rule(ids[: place + 1])] = self.odds
         return SimpleNamespace(logits=logits)
 

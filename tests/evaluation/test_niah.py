@@ -62,13 +62,14 @@ def test_a_value_counts_wherever_it_stands_as_in_ruler():
     assert not matches("", "1234567")
 
 
-def test_fewer_items_are_a_prefix_and_batches_change_nothing():
+def test_fewer_items_are_a_prefix_and_batches_change_nothing(monkeypatch):
+    monkeypatch.setattr("trellis.evaluation.niah.ANSWER_TOKENS", 24)
     subject = ours("trellis")
     made = needles(subject)
-    together = retrieve(subject, made, "number", 600, 5, batch_tokens=10_000)
-    alone = retrieve(subject, made, "number", 600, 5, batch_tokens=1)
+    together = retrieve(subject, made, "number", 600, 4, batch_tokens=10_000)
+    alone = retrieve(subject, made, "number", 600, 4, batch_tokens=1)
     assert together == alone
-    assert all(len(item["answer"]) > 20 for item in alone["items"])
+    assert all(len(item["answer"]) > 10 for item in alone["items"])
     assert retrieve(subject, made, "number", 600, 2)["items"] == together["items"][:2]
 
 

@@ -77,6 +77,15 @@ def test_a_stop_ends_a_completion(subject):
     assert cut == whole[: whole.index(middle)]
 
 
+def test_a_completion_ends_as_soon_as_enough_is_known(subject):
+    prompts = [list(b"hello"), list(b"good day")]
+    whole = complete(subject, prompts, max_tokens=12)
+    cut = complete(subject, prompts, max_tokens=12, enough=lambda n, text: n == 1 and len(text) > 2)
+    assert cut[0] == whole[0]
+    assert len(cut[1]) == 3
+    assert whole[1].startswith(cut[1])
+
+
 def test_bad_requests_are_named(tmp_path):
     subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=10)))
     with pytest.raises(ValueError, match="at least one token each"):

@@ -194,7 +194,10 @@ def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, write
         # Without a cache that can be handed back, all is read again.
         new = ids if cache is None else ids[-1:]
         out = subject.model(
-            torch.tensor([new], device=subject.device), past_key_values=cache, use_cache=True
+            torch.tensor([new], device=subject.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         ids.append(int(out.logits[0, -1].argmax()))
         if not writer.take(ids[-1]):
