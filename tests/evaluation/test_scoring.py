@@ -82,7 +82,7 @@ def test_a_completion_ends_as_soon_as_enough_is_known(subject):
     whole = complete(subject, prompts, max_tokens=12)
     cut = complete(subject, prompts, max_tokens=12, enough=lambda n, text: n == 1 and len(text) > 2)
     assert cut[0] == whole[0]
-    assert len(cut[1]) == 3
+    assert 2 < len(cut[1]) < len(whole[1])
     assert whole[1].startswith(cut[1])
 
 
