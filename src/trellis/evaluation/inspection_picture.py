@@ -1,8 +1,8 @@
 """One picture of what a memory does while it reads.
 
 Above, over the text: curves of every quantity, keys on the left and values on the right. Below,
-as images of written token by time: what forgetting leaves of each write, and what the memory can
-still give back. Bright is remembered.
+as images of written token by time: what forgetting leaves of each write, and how much better than
+just before its write the memory of one head knows a token. Last, how well it knows it, by age.
 """
 
 from __future__ import annotations
@@ -13,185 +13,270 @@ from typing import Any
 import numpy as np
 
 from ..figures import figure
-from .memory_measures import retention
-from .replay import PASSES, Arrays
+from .memory_measures import by_age, half_life, retention, since_written
+from .replay import PASSES, RECALLS, Arrays
 
 #: More tokens than these have numbers instead of texts.
-TEXT_TOKENS = 72
-#: More layers or heads than these are drawn in part.
+TEXT_TOKENS = 80
+#: More layers or heads than these have images of some only.
 IMAGES = 4
+#: Longer texts have curves of means over as many bins.
+BINS = 250
+#: Ages of a write in the last row, before and after it.
+AGES = 32
 #: Distinct to the colour-blind as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 ROWS = (
-    ("forget_gate", "forget gate\n1 keeps, 0 forgets"),
+    ("forget_gate", "forget gate: 1 keeps, 0 forgets"),
     ("step_size", "step size"),
-    ("write_norm", "size of\nthe write"),
-    ("error", "error at the token\n1 = knows nothing"),
-    ("memory_norm", "size of\nthe memory"),
-    ("effective_rank", "effective rank\nof the memory"),
+    ("write_norm", "norm of the write"),
+    ("error", "error at the token, dotted before its write, solid after: 1 is no answer at all"),
+    ("memory_norm", "norm of the memory"),
+    ("effective_rank", "effective rank of the memory"),
 )
+RECALL_TITLES = ("the code of its key", "the code of its value", "its value, asked with its key")
+
+#: A name, and an index into [layers, heads] that leaves heads as a dimension.
+Series = list[tuple[str, Any]]
 
 
 def draw(
     path: Path, arrays: Arrays, name: str, *, layer: int | None = None, head: int | None = None
 ) -> None:
     """Write the PNG. All layers, or the heads of one layer, or one head of it."""
+    series = _series(arrays, layer, head)
+    kept = _retained(arrays, series, layer)
     tokens = len(arrays["tokens"])
-    width = float(np.clip(tokens * 0.34 + 4, 14, 26))
-    with figure(path, figsize=(width, 8 + 0.95 * width * 0.62)) as blank:
+    width = float(np.clip(tokens * 0.32 + 4, 15, 26)) if tokens <= TEXT_TOKENS else 18.0
+    image = float(np.clip(len(arrays["probes"]) * 0.115, 2.5, 6.5))  # height of one, in inches
+    heights = [11.0, len(kept) * (image + 0.4) + 1, image + 1.8, 2.8]
+    with figure(path, figsize=(width, sum(heights) + 0.4)) as blank:
         whole = blank.figure
         blank.remove()
         modes = ", ".join(dict.fromkeys(arrays["mode"].tolist()))
-        whole.suptitle(f"What the memory of {name} does while reading ({modes})", fontsize=15)
-        above, middle, below = whole.subfigures(3, 1, height_ratios=[9, 3.4, 4.2])
-        _curves(above, arrays, _series(arrays, layer, head))
-        _retentions(middle, arrays, _series(arrays, layer, head))
-        _recalls(below, arrays, head)
+        whole.suptitle(
+            f"What the memory of {name} does while reading (gradient: {modes})", fontsize=16
+        )
+        parts = whole.subfigures(4, 1, height_ratios=heights)
+        _curves(parts[0], arrays, series, width / 2 - 0.5)
+        _retentions(parts[1], arrays, kept, width, image)
+        shown = _slowest_head(arrays) if head is None else head
+        _recalls(parts[2], arrays, shown, width / 3 - 1.2, image)
+        _ages(parts[3], arrays, head)
 
 
-def _series(arrays: Arrays, layer: int | None, head: int | None) -> list[tuple[str, Any]]:
-    """What is drawn: names, and indices into [layers, heads] that leave heads as a dimension."""
+def _series(arrays: Arrays, layer: int | None, head: int | None) -> Series:
+    """The curves: of every layer, or of heads of one layer."""
     layers = arrays["layers"].tolist()
     if layer is None:
         return [(f"layer {one}", (n, slice(None))) for n, one in enumerate(layers)]
     place = layers.index(layer)
-    heads = int((~np.isnan(arrays["keys_forget_gate"][place, :, 0])).sum())
-    chosen = range(heads) if head is None else [head]
+    chosen = range(_heads(arrays, place)) if head is None else [head]
     return [(f"layer {layer}, head {one}", (place, slice(one, one + 1))) for one in chosen]
 
 
-def _curves(part: Any, arrays: Arrays, series: list[tuple[str, Any]]) -> None:
+def _retained(arrays: Arrays, series: Series, layer: int | None) -> list[Series]:
+    """Rows of images of retention: the slowest and the fastest heads of layers, or the heads."""
+    chosen = [series[n] for n in _spread(len(series), IMAGES)]
+    if layer is not None:
+        return [chosen]
+    slow: Series = []
+    fast: Series = []
+    for name, (place, _) in chosen:
+        gates = arrays["keys_forget_gate"][place, : _heads(arrays, place)]
+        order = np.argsort([half_life(one) for one in gates])
+        for row, one in ((slow, int(order[-1])), (fast, int(order[0]))):
+            row.append((f"{name}, head {one}", (place, slice(one, one + 1))))
+    return [slow, fast] if slow != fast else [slow]
+
+
+def _curves(part: Any, arrays: Arrays, series: Series, inches: float) -> None:
     """A row for every quantity, a column for either memory: means over heads, and their range."""
-    axes = part.subplots(len(ROWS), 2, sharex=True, sharey="row")
+    axes = part.subplots(
+        len(ROWS), 2, sharex=True, sharey="row", height_ratios=[1, 1, 1, 1.6, 1, 1]
+    )
     colours = _colours(len(series))
+    ranges = len(series) <= 3
     for column, memory in enumerate(PASSES):
-        axes[0, column].set_title(f"the memory of {memory}", fontsize=13)
-        for row, (quantity, label) in enumerate(ROWS):
+        for row, (quantity, title) in enumerate(ROWS):
             axis = axes[row, column]
+            axis.set_title(f"{memory}: {title}", loc="left", fontsize=10)
             for colour, (name, index) in zip(colours, series):
                 if quantity == "error":
-                    power = arrays[f"{memory}_target_power"][index]
-                    before = arrays[f"{memory}_error_before"][index] / power
-                    after = arrays[f"{memory}_error_after"][index] / power
-                    _curve(axis, before, color=colour, linestyle=":", linewidth=1.2)
-                    _curve(axis, after, color=colour, label=name)
-                    axis.fill_between(
-                        np.arange(before.shape[-1]), _mean(before), _mean(after),
-                        color=colour, alpha=0.15, linewidth=0,
-                    )  # fmt: skip
+                    _errors(axis, arrays, memory, index, colour)
                     continue
                 values = arrays[f"{memory}_{quantity}"][index]
                 _curve(axis, values, color=colour, label=name)
-                if values.shape[0] > 1 and len(series) <= 3:
+                if ranges and values.shape[0] > 1:
                     _band(axis, values, colour)
             axis.grid(alpha=0.3)
             axis.margins(x=0.01)
-            if column == 0:
-                axis.set_ylabel(label)
+        axes[3, column].axhline(1, color="grey", linewidth=0.8)
         axes[3, column].set_ylim(bottom=0)
-        axes[3, column].text(
-            0.995, 0.95, "dotted: before the write, solid: after it", ha="right", va="top",
-            transform=axes[3, column].transAxes, fontsize=9, backgroundcolor="#ffffffaa",
-        )  # fmt: skip
-        _token_axis(axes[-1, column].xaxis, arrays, np.arange(len(arrays["tokens"])))
-    several = any(arrays["keys_forget_gate"][index].shape[0] > 1 for _, index in series)
-    title = "mean over heads, band: their range" if several and len(series) <= 3 else None
-    if several and title is None:
-        title = "mean over heads"
-    axes[0, 0].legend(loc="lower left", fontsize=9, title=title, ncols=min(len(series), 6))
+        _token_axis(axes[-1, column].xaxis, arrays, np.arange(len(arrays["tokens"])), inches)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    said = []
+    if arrays["keys_forget_gate"][series[0][1]].shape[0] > 1:
+        said = ["mean over heads", *(["band: their range"] if ranges else [])]
+    size = _bin_size(len(arrays["tokens"]))
+    if size > 1:
+        said.append(f"means of {size} tokens")
+    part.legend(
+        handles, names, loc="outside upper center", ncols=min(len(names), 8),
+        title=", ".join(said), frameon=False,
+    )  # fmt: skip
 
 
-def _retentions(part: Any, arrays: Arrays, series: list[tuple[str, Any]]) -> None:
+def _errors(axis: Any, arrays: Arrays, memory: str, index: Any, colour: Any) -> None:
+    """Before and after the write, and what it gained between them."""
+    power = np.maximum(arrays[f"{memory}_target_power"][index], 1e-30)
+    before = arrays[f"{memory}_error_before"][index] / power
+    after = arrays[f"{memory}_error_after"][index] / power
+    _curve(axis, before, color=colour, linestyle=":", linewidth=1.4)
+    _curve(axis, after, color=colour)
+    (places, high), (_, low) = _binned(before), _binned(after)
+    axis.fill_between(places, _mean(high), _mean(low), color=colour, alpha=0.15, linewidth=0)
+
+
+def _retentions(part: Any, arrays: Arrays, rows: list[Series], width: float, height: float) -> None:
     """Images of what the forget gates leave of every write."""
-    written = arrays["probes"]
-    chosen = [series[n] for n in _spread(len(series), IMAGES)]
-    axes = part.subplots(1, len(chosen), squeeze=False)[0]
-    for axis, (name, index) in zip(axes, chosen):
-        with np.errstate(invalid="ignore"):
-            left = _mean(retention(arrays["keys_forget_gate"][index], written))
-        image = _image(axis, arrays, left, "viridis", 0, 1, texts=len(chosen) <= 3)
-        axis.set_title(f"{name}: how much of a write forgetting leaves", fontsize=11)
-    axes[0].set_ylabel("written token")
-    part.colorbar(image, ax=list(axes), label="product of forget gates", pad=0.01)
+    part.suptitle("How much of each write is left: the product of the forget gates since")
+    axes = part.subplots(len(rows), len(rows[0]), squeeze=False, sharex=True, sharey=True)
+    inches = width / len(rows[0]) - 0.6
+    for row, series in zip(axes, rows):
+        for axis, (name, index) in zip(row, series):
+            left = _mean(retention(arrays["keys_forget_gate"][index], arrays["probes"]))
+            image = _image(axis, arrays, left, (inches, height), cmap="viridis", vmin=0, vmax=1)
+            lives = half_life(arrays["keys_forget_gate"][index])
+            life = "nothing is forgotten" if np.isinf(lives) else f"half-life {lives:.1f} tokens"
+            axis.set_title(f"{name}: {life}", fontsize=10)
+        row[0].set_ylabel("written token")
+    part.supxlabel("time: the token just read", fontsize=10)
+    part.colorbar(image, ax=axes, label="left of the write", pad=0.01, aspect=40)
 
 
-def _recalls(part: Any, arrays: Arrays, head: int | None) -> None:
-    """Images of what one head can give back, before and after it is told."""
-    if head is None:
-        place = arrays["layers"].tolist().index(int(arrays["recall_layer"]))
-        gates = arrays["keys_forget_gate"][place]
-        head = int(np.nanargmax(np.log(np.maximum(gates, 1e-30)).mean(-1)))
-    axes = part.subplots(1, 3)
-    where = f"layer {int(arrays['recall_layer'])}, head {head}"
-    shown = (
-        ("recall_keys", f"{where}: error of the code of token's key", "viridis_r", 0, "error"),
-        ("recall_values", "error of the code of token's value", "viridis_r", 0, "error"),
-        ("recall_answer", "asked for the key: is the answer the value?", "viridis", -1, "cosine"),
-    )
-    for axis, (name, title, colours, least, label) in zip(axes, shown):
-        image = _image(axis, arrays, arrays[name][head], colours, least, 1, texts=True)
-        axis.plot(arrays["probes"], np.arange(len(arrays["probes"])), color="white", linewidth=3)
-        axis.plot(arrays["probes"], np.arange(len(arrays["probes"])), color="black", linewidth=1)
-        axis.set_title(title, fontsize=11)
+def _recalls(part: Any, arrays: Arrays, head: int, width: float, height: float) -> None:
+    """Images of how much better one head knows every token than just before it was told."""
+    place = f"layer {int(arrays['recall_layer'])}, head {head}"
+    part.suptitle(f"What {place} knows of each token, against just before it was written")
+    axes = part.subplots(1, 3, sharey=True)
+    probes = arrays["probes"]
+    for axis, name, title in zip(axes, RECALLS, RECALL_TITLES):
+        gain = since_written(arrays[name][head], probes)
+        gain = gain if name == "recall_answer" else -gain
+        most = max(float(np.nanquantile(np.abs(gain), 0.98)), 1e-6) if len(probes) > 1 else 1.0
+        inches = (width, height)
+        image = _image(axis, arrays, gain, inches, cmap="RdBu", vmin=-most, vmax=most)
+        axis.plot(probes, np.arange(len(probes)), color="black", linewidth=1)
+        axis.set_title(title, fontsize=10)
+        label = "cosine gained" if name == "recall_answer" else "error taken away"
         part.colorbar(image, ax=axis, label=label, pad=0.01)
     axes[0].set_ylabel("token asked for")
     part.supxlabel(
-        "time: the token just read. Left of the line the token asked for is not yet written.",
-        fontsize=11,
+        "time: the token just read. Blue right of the line: remembered; it pales as it is "
+        "forgotten. Left of the line the token is not yet written.",
+        fontsize=10,
     )
+
+
+def _ages(part: Any, arrays: Arrays, head: int | None) -> None:
+    """Means of the images above by age of the write, for all heads of the layer."""
+    layer = int(arrays["recall_layer"])
+    part.suptitle("How well it knows a token, by age: mean over tokens")
+    axes = part.subplots(1, 3)
+    most = min(AGES, len(arrays["tokens"]) // 3)  # so that means are over many tokens
+    heads = range(len(arrays[RECALLS[0]])) if head is None else [head]
+    for axis, name, title in zip(axes, RECALLS, RECALL_TITLES):
+        for one, colour in zip(heads, _colours(len(heads))):
+            mean = by_age(arrays[name][one], arrays["probes"], most)
+            label = f"layer {layer}, head {one}"
+            axis.plot(np.arange(-most, most + 1), mean, ".-", color=colour, label=label)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.grid(alpha=0.3)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("tokens since it was written (0: just now)")
+        axis.set_ylabel("cosine" if name == "recall_answer" else "error")
+    axes[0].legend(fontsize=8)
 
 
 def _image(
-    axis: Any, arrays: Arrays, values: np.ndarray, colours: str, least: float, most: float,
-    *, texts: bool,
-) -> Any:  # fmt: skip
-    axis.set_facecolor("#dddddd")
-    image = axis.imshow(
-        values, aspect="auto", cmap=colours, vmin=least, vmax=most, interpolation="nearest"
-    )
-    _token_axis(axis.xaxis, arrays, np.arange(len(arrays["tokens"])), texts=texts)
-    _token_axis(axis.yaxis, arrays, arrays["probes"], texts=texts)
+    axis: Any, arrays: Arrays, values: np.ndarray, inches: tuple[float, float], **style: Any
+) -> Any:
+    """Tokens down, time to the right. inches: width and height, about."""
+    axis.set_facecolor("#dddddd")  # where there is nothing yet
+    image = axis.imshow(values, aspect="auto", interpolation="nearest", **style)
+    _token_axis(axis.xaxis, arrays, np.arange(len(arrays["tokens"])), inches[0])
+    _token_axis(axis.yaxis, arrays, arrays["probes"], inches[1])
     return image
 
 
-def _token_axis(axis: Any, arrays: Arrays, places: np.ndarray, *, texts: bool = True) -> None:
-    """Texts of tokens as ticks if there are few, else their numbers."""
-    if texts and len(places) <= TEXT_TOKENS:
-        labels = [_label(arrays["tokens"][place]) for place in places]
-        upright = axis.axis_name == "x"
-        axis.set_ticks(range(len(places)), labels, rotation=90 if upright else 0, fontsize=7.5)
-        for tick in axis.get_ticklabels():
-            tick.set_parse_math(False)
+def _token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> None:
+    """Texts of the tokens as ticks, as many as fit; numbers for long texts."""
+    if len(arrays["tokens"]) > TEXT_TOKENS:
+        if len(places) < len(arrays["tokens"]):
+            ticks = _spread(len(places), 9)
+            axis.set_ticks(ticks, [str(places[n]) for n in ticks])
         return
-    ticks = _spread(len(places), 9)
-    axis.set_ticks(ticks, [str(places[n]) for n in ticks], fontsize=8)
+    step = max(1, int(np.ceil(0.1 * len(places) / inches)))
+    labels = [_label(arrays["tokens"][place]) for place in places[::step]]
+    turned = {"rotation": 90} if axis.axis_name == "x" else {}
+    axis.set_ticks(range(0, len(places), step), labels, fontsize=7, **turned)
+    for tick in axis.get_ticklabels():
+        tick.set_parse_math(False)
 
 
 def _label(text: str) -> str:
     """White space that would not be seen, as signs; long tokens cut."""
     text = text.replace("\n", "\u21b5").replace("\t", "\u2192")
-    bare = text.strip(" ")
-    text = bare if bare else "\u2423" * len(text)
-    return text if len(text) <= 12 else text[:11] + "\u2026"
+    text = text.strip(" ") or "\u2423" * len(text)
+    return text if len(text) <= 13 else text[:12] + "\u2026"
 
 
 def _curve(axis: Any, values: np.ndarray, **style: Any) -> None:
     """Mean over heads; quantities not taken at every token are joined."""
+    places, values = _binned(values)
     mean = _mean(values)
-    there = np.flatnonzero(~np.isnan(mean))
-    axis.plot(there, mean[there], **style)
+    there = ~np.isnan(mean)
+    axis.plot(places[there], mean[there], **style)
 
 
 def _band(axis: Any, values: np.ndarray, colour: Any) -> None:
-    there = np.flatnonzero(~np.isnan(values).all(0))
+    places, values = _binned(values)
+    there = ~np.isnan(values).all(0)
     low, high = np.nanmin(values[:, there], 0), np.nanmax(values[:, there], 0)
-    axis.fill_between(there, low, high, color=colour, alpha=0.12, linewidth=0)
+    axis.fill_between(places[there], low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _bin_size(tokens: int) -> int:
+    return -(-tokens // BINS)
+
+
+def _binned(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The middles of bins of tokens, and means over them: [heads, T] -> [heads, bins]."""
+    tokens = values.shape[-1]
+    size = _bin_size(tokens)
+    bins = -(-tokens // size)
+    padded = np.full((values.shape[0], bins * size), np.nan)
+    padded[:, :tokens] = values
+    means = _mean(padded.reshape(-1, bins, size).transpose(2, 0, 1))
+    return np.arange(bins) * size + (size - 1) / 2, means
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
-    """Over heads; NaN where all are."""
+    """Over the first dimension; NaN where all are."""
     count = (~np.isnan(values)).sum(0)
     return np.where(count > 0, np.nansum(values, 0) / np.maximum(count, 1), np.nan)
+
+
+def _heads(arrays: Arrays, place: int) -> int:
+    """Of a layer: those it has not are NaN."""
+    return int((~np.isnan(arrays["keys_forget_gate"][place, :, 0])).sum())
+
+
+def _slowest_head(arrays: Arrays) -> int:
+    place = arrays["layers"].tolist().index(int(arrays["recall_layer"]))
+    gates = arrays["keys_forget_gate"][place, : _heads(arrays, place)]
+    return int(np.argmax([half_life(one) for one in gates]))
 
 
 def _colours(count: int) -> list[Any]:

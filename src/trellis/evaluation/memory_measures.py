@@ -97,3 +97,20 @@ def half_life(forget_gate: np.ndarray) -> float:
     with np.errstate(divide="ignore"):
         mean = float(np.nanmean(np.log(forget_gate.astype(np.float64))))
     return math.inf if mean == 0 else math.log(0.5) / mean
+
+
+def by_age(recalled: np.ndarray, written: np.ndarray, most: int) -> np.ndarray:
+    """Mean of recalled [P, T] over tokens by t - i, from -most to most; NaN where there is none."""
+    tokens = recalled.shape[-1]
+    found = np.full(2 * most + 1, np.nan)
+    for place, age in enumerate(range(-most, most + 1)):
+        rows = np.flatnonzero((written + age >= 0) & (written + age < tokens))
+        if len(rows):
+            found[place] = recalled[rows, written[rows] + age].mean()
+    return found
+
+
+def since_written(recalled: np.ndarray, written: np.ndarray) -> np.ndarray:
+    """recalled [P, T] less what it was just before each token was written; NaN for the first."""
+    before = recalled[np.arange(len(written)), np.maximum(written - 1, 0)]
+    return recalled - np.where(written > 0, before, np.nan)[:, None]
