@@ -3,8 +3,10 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from tests.evaluation.helpers import ours, save_gpt2
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from trellis.evaluation.reasoning_data import FILES, find, read
 from trellis.evaluation.subject import load_subject
@@ -97,6 +99,28 @@ def gpt2(tmp_path_factory):
     return str(save_gpt2(tmp_path_factory.mktemp("model") / "gpt2", positions=512))
 
 
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory):
+    """The same with a tokenizer of merges, some of them over the ends of words."""
+    folder = save_gpt2(tmp_path_factory.mktemp("model") / "merging", positions=512)
+    inner = tokenizers.ByteLevelBPETokenizer()._tokenizer
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    inner.train_from_iterator([str(lines) for lines in publishers().values()], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
+    fast.save_pretrained(folder)
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    model.resize_token_embeddings(inner.get_vocab_size(), mean_resizing=False)
+    torch.nn.init.normal_(model.transformer.wte.weight, std=0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def offline(monkeypatch):
     def refuse(*_, **__):
@@ -154,8 +178,19 @@ def compare(tasks, path):
             assert item == pytest.approx(other, abs=1e-4), task.task_name
 
 
-def test_all_tasks_score_as_with_lm_evals_own_model(data, gpt2, offline):
-    compare(built(data, *FILES), gpt2)
+@pytest.mark.parametrize("which", ["gpt2", "merging"])
+def test_all_tasks_score_as_with_lm_evals_own_model(request, data, which, offline):
+    compare(built(data, *FILES), request.getfixturevalue(which))
+
+
+def test_contexts_and_continuations_may_merge(merging):
+    model = wrapped(load_subject(merging))
+    context, continuation = "in the", " park again"
+    whole = model.tok_encode(context + continuation)
+    assert whole[: len(model.tok_encode(context))] != model.tok_encode(context)
+    (found,) = model.loglikelihood(asked((context, continuation)))
+    (expected,) = by_hf(merging).loglikelihood(asked((context, continuation)), disable_tqdm=True)
+    assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])
 
 
 def test_cleaned_hellaswag_scores_as_with_lm_evals_own_model(cleaned, gpt2, offline):
@@ -251,6 +286,27 @@ def test_text_is_written_up_to_the_first_of_several_stops(which, gpt2):
     assert model.generate_until(requests) == [cut, whole[: whole.index(early)], whole]
     with pytest.raises(ValueError, match="writes greedily"):
         model.generate_until(asked(("hello", {"do_sample": True, "temperature": 1.0})))
+
+
+def test_the_hub_is_asked_where_there_is_no_folder(data, tmp_path, monkeypatch):
+    import datasets
+
+    items = read(find(data, "piqa"), "piqa")
+    rows = datasets.Dataset.from_list(items.rows)
+    hub = datasets.DatasetDict({"train": rows, "validation": rows})
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, **_: hub)
+    subject = ours()
+    (theirs,) = run(subject, None, tmp_path, tasks=["piqa"])
+    (local,) = run(subject, data, tmp_path, tasks=["piqa"])
+    assert theirs["setting"]["data"] == "hub:baber/piqa"
+    assert theirs["result"] == local["result"]
+
+    def fail(**_):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError, match=r"the hub does not give the data of piqa: no network"):
+        run(subject, None, tmp_path, tasks=["piqa"])
 
 
 def test_it_is_a_model_of_lm_eval_by_name(gpt2):

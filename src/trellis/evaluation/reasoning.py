@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -70,9 +71,10 @@ def _instead(name: str, items: Items) -> dict[str, Any]:
     """What takes the place of the hub's data in a task's configuration."""
     split = "test" if name in ("lambada", "arc_easy", "arc_challenge") else "validation"
     # Without other splits no examples are drawn from them.
-    fields = {"training_split": None, "validation_split": None, "test_split": None}
-    fields[f"{split}_split"] = split
-    instead = {**fields, "custom_dataset": _dataset(split, items.rows)}
+    instead: dict[str, Any] = {
+        f"{one}_split": one if one == split else None for one in ("training", "validation", "test")
+    }
+    instead["custom_dataset"] = _dataset(split, items.rows)
     return {**instead, "process_docs": None} if items.cleaned else instead
 
 
@@ -106,7 +108,7 @@ def measure(model: TrellisLM, task: Any, limit: int | None = None) -> dict[str, 
     from lm_eval.evaluator import evaluate
 
     before = model.cut
-    with quiet():
+    with quiet(), templates_once():
         out = evaluate(
             lm=model, task_dict={"tasks": {task.task_name: task}},
             limit=limit, bootstrap_iters=0, log_samples=False,
@@ -146,3 +148,16 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def templates_once() -> Iterator[None]:
+    """lm-eval compiles the template of a prompt anew for every item, which takes most of its time.
+    Here each is compiled once."""
+    from lm_eval.utils import env
+
+    env.from_string = functools.cache(env.from_string)
+    try:
+        yield
+    finally:
+        del env.from_string  # the method of the class is seen again
