@@ -25,6 +25,9 @@ def mqar(
     check_every: Annotated[
         int | None, typer.Option(help="Steps between looks at the accuracy.")
     ] = None,
+    random_non_queries: Annotated[
+        bool | None, typer.Option(help="Random tokens where nothing is asked, instead of 0.")
+    ] = None,
     fields: Annotated[
         list[str] | None,
         typer.Option("--set", help="A field of a mixer, such as trellis.slots=64."),
@@ -56,6 +59,7 @@ def mqar(
         test_examples=min(limit, base.test_examples) if limit else None,
         heads=heads, layers=layers, vocab_size=vocab_size, steps=steps,
         batch_tokens=batch_tokens, check_every=check_every,
+        random_non_queries=random_non_queries,
     )  # fmt: skip
     if threads:
         torch.set_num_threads(threads)
