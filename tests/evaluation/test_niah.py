@@ -6,6 +6,7 @@ from tests.evaluation.helpers import ours, ruled, save_gpt2
 from typer.testing import CliRunner
 
 from trellis.cli import app
+from trellis.cli.evaluation.common import subjects
 from trellis.data.haystack import Haystack
 from trellis.data.needles import VARIANTS, Needles
 from trellis.evaluation import niah_task
@@ -119,6 +120,19 @@ def test_the_command_keeps_results_and_draws_them(tmp_path, book, capsys):
     (one,) = niah_task.run([subject], *again, **{**OPTIONS, "items": 2})
     assert one in first
     assert len(one["setting"]["haystack_sha256"]) == 64
+
+
+def test_models_of_one_name_are_told_apart(tmp_path):
+    places = [str(save_gpt2(tmp_path / run / "gpt2")) for run in ("a", "b")]
+    assert [subject.name for subject in subjects(places)] == places
+    assert [subject.name for subject in subjects(places[:1])] == ["gpt2"]
+
+
+def test_a_wide_table_is_printed_by_variant(tmp_path, book, capsys):
+    lengths = [600 + n for n in range(5)]
+    options = {**OPTIONS, "items": 1}
+    niah_task.run([ruled(look_up)], book, ["number", "uuid"], lengths, tmp_path, **options)
+    assert capsys.readouterr().out.count("needles found") == 2
 
 
 def test_errors_come_before_measuring(tmp_path, book):

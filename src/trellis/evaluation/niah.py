@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..data.needles import ANSWER_TOKENS, Needles
@@ -51,13 +51,11 @@ def retrieve(
     for first in range(0, items, size):
         numbers = range(first, min(first + size, items))
         built = [needles.item(variant, length, index, depths) for index in numbers]
-        values = [item.value for item in built]
         texts = complete(
             subject,
             [[*subject.start, *subject.tokenizer.encode(item.prompt).tolist()] for item in built],
             max_tokens=ANSWER_TOKENS,
-            # What is written later cannot undo a right answer.
-            enough=lambda number, text, values=values: matches(text, values[number]),
+            enough=_answered([item.value for item in built]),
             batch_tokens=batch_tokens,
             progress=progress,
         )
@@ -78,6 +76,11 @@ def retrieve(
         "prompts_sha256": digest.hexdigest(),
         "items": answers,
     }
+
+
+def _answered(values: Sequence[str]) -> Callable[[int, str], bool]:
+    """Whether a value was said: what is written later cannot undo it."""
+    return lambda number, text: matches(text, values[number])
 
 
 def check_length(subject: Subject, length: int) -> None:

@@ -16,6 +16,9 @@ from .record import Records, slug
 from .subject import Subject
 from .texts import hash_of
 
+#: A table with more columns is printed by variant.
+_COLUMNS = 8
+
 
 def run(
     subjects: Iterable[Subject],
@@ -96,13 +99,16 @@ def _print(found: list[dict[str, Any]], variants: Sequence[str], lengths: Sequen
         (r["model"]["name"], r["setting"]["variant"], r["setting"]["length"]): r["result"]
         for r in found
     }
-    columns = [(variant, length) for variant in variants for length in lengths]
-    rows = [
-        [name, *(f"{100 * place[name, v, n]['accuracy']:.1f}" for v, n in columns)]
-        for name in _names(found)
-    ]
-    heads = ["model", *(f"{variant}\n{_short(length)}" for variant, length in columns)]
-    print_table(heads, rows, "needles found, per cent, by variant and length")
+    names = _names(found)
+    together = len(variants) * len(lengths) <= _COLUMNS
+    for group in [variants] if together else [[variant] for variant in variants]:
+        columns = [(variant, length) for variant in group for length in lengths]
+        rows = [
+            [name, *(f"{100 * place[name, v, n]['accuracy']:.1f}" for v, n in columns)]
+            for name in names
+        ]
+        heads = ["model", *(f"{variant}\n{_short(length)}" for variant, length in columns)]
+        print_table(heads, rows, "needles found, per cent, by variant and length")
 
 
 def _draw(
@@ -124,7 +130,7 @@ def _draw(
             ]
             # No item at a depth, as in a short look, leaves its place empty.
             cells = [[100 * share.get(depth, float("nan")) for share in shares] for depth in depths]
-            image = axis.imshow(cells, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+            image = axis.imshow(cells, vmin=0, vmax=100, cmap="viridis", aspect="auto")
             axis.set(title=variant, xlabel="length, tokens")
             axis.set_xticks(range(len(lengths)), map(_short, lengths))
             axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])

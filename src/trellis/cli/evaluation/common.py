@@ -33,5 +33,9 @@ def subjects(models: list[str], threads: int = 0) -> Iterator[Subject]:
         torch.set_num_threads(threads)
     for model in models:
         check_exists(model)
-    for model in models:
-        yield load_subject(model)
+    names = [Path(model).name for model in models]
+    for model, name in zip(models, names):
+        subject = load_subject(model)
+        if names.count(name) > 1:  # a table tells models apart by their names
+            subject.name = subject.about["name"] = model
+        yield subject
