@@ -3,7 +3,9 @@ import random
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from trellis.cli import app
 from trellis.data import load_tokenizer, prepare_corpus, train_tokenizer
 from trellis.data import needles as needles_module
 from trellis.data.haystack import NOISE, SENTENCE_BREAK, Haystack, read_haystack
@@ -247,3 +249,17 @@ def test_bad_arguments_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     with pytest.raises(ModuleNotFoundError, match=r"trellis-memory\[eval\]"):
         draw(random.Random(0), "word", "test")
+
+
+def test_the_command_writes_a_file(tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK)
+    out = tmp_path / "needles.jsonl"
+    command = [
+        "data", "needles", "--out", str(out), "--haystack", str(tmp_path / "book.txt"),
+        "--variants", "passkey,uuid", "--lengths", "600,800", "--items", "7",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    assert "7 documents, 0.0 MB written to" in result.output
+    assert len(out.read_text().splitlines()) == 7
+    assert isinstance(CliRunner().invoke(app, command).exception, FileExistsError)
+    assert CliRunner().invoke(app, [*command, "--force"]).exit_code == 0
