@@ -225,6 +225,19 @@ def test_texts_are_split_as_by_lm_evals_own_model(gpt2, monkeypatch, context, co
     assert model.cut == (len(context) > 64)
 
 
+def test_long_contexts_are_cut_and_told_but_not_long_answers(data, tmp_path, capsys):
+    subject = load_subject(str(save_gpt2(tmp_path / "short", positions=24)))
+    (record,) = run(subject, data, tmp_path, tasks=["winogrande"])
+    assert record["result"]["contexts_cut"] == 6
+    assert (
+        "short, winogrande: 6 contexts are longer than the model reads" in capsys.readouterr().out
+    )
+    with pytest.raises(ValueError, match=r"a continuation has 30 tokens.*reads at most 24"):
+        wrapped(subject).loglikelihood(asked(("a", "b" * 30)))
+    with pytest.raises(ValueError, match=r"an answer has 31 tokens.*reads at most 24"):
+        wrapped(subject).generate_until(asked(("a", {"max_gen_toks": 30, "until": []})))
+
+
 PAIRS = [("the cat sat", " on the mat"), ("the cat sat", " up"), ("", "x"), ("the cat sat ", "so")]
 
 
@@ -316,7 +329,7 @@ def test_it_is_a_model_of_lm_eval_by_name(gpt2):
 
     assert get_model("trellis") is TrellisLM
     model = TrellisLM.create_from_arg_string(
-        f"path={gpt2},batch_tokens=100", {"batch_size": 1, "device": "cpu"}
+        f"path={gpt2},batch_tokens=100", {"batch_size": 1, "device": "cuda:0"}
     )
     assert model.subject.name == "gpt2"
     assert model.batch_tokens == 100

@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
@@ -55,7 +57,9 @@ class TrellisLM(TemplateLM):
         super().__init__()
         if (path is None) == (subject is None):
             raise ValueError("give either the path of a model or a subject")
-        self.subject = subject or load_subject(str(path), device or "cpu")
+        # lm-eval's command asks for cuda where there is none, too.
+        cuda = torch.cuda.is_available() or not str(device).startswith("cuda")
+        self.subject = subject or load_subject(str(path), device if device and cuda else "cpu")
         self.batch_tokens, self.share = batch_tokens, share
         self._device = self.subject.device
         #: Contexts that were cut on the left since they were too long for the model.

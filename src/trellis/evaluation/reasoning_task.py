@@ -105,6 +105,13 @@ def _print(found: list[dict[str, Any]], names: Sequence[str]) -> None:
         f"reasoning: percent; the average is that of acc over {len(names)} of {len(TASKS)} tasks"
     )
     print_table(["model", *heads, "Avg.\nacc"], cells, title)
+    for record in found:
+        if record["result"]["contexts_cut"]:
+            print(
+                f"{record['model']['name']}, {record['setting']['task']}: "
+                f"{record['result']['contexts_cut']:,} contexts are longer than the model reads; "
+                "their beginnings were cut, as lm-eval does"
+            )
 
 
 def _cell(metric: str, value: float) -> str:
