@@ -109,8 +109,8 @@ def inspect(
     layers = trellis_layers(subject)
     count = min(probes, len(ids))
     asked = np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))
-    heads = max(mixer.heads for mixer in layers.values())
-    shape = (len(layers), heads, len(ids))  # layers may differ in heads: NaN where there is none
+    # All layers of one mixer have one configuration, so as many heads.
+    shape = (len(layers), next(iter(layers.values())).heads, len(ids))
     arrays: Arrays = {
         f"{memory}_{name}": np.full(shape, np.nan, np.float32)
         for memory in PASSES
@@ -120,7 +120,7 @@ def inspect(
     _listen(subject, ids, list(layers.values()), partial(_gates, arrays, asked, asked_inputs))
     if layer is None:
         slowest = np.log(np.maximum(arrays["keys_forget_gate"], 1e-30)).mean(-1)
-        layer = list(layers)[int(np.nanmax(slowest, axis=1).argmax())]
+        layer = list(layers)[int(slowest.max(1).argmax())]
     place = list(layers).index(layer)
 
     replays = [Replay(mixer, n, arrays, rank_every) for n, mixer in enumerate(layers.values())]
@@ -194,6 +194,5 @@ def _gates(
     for n, memory in enumerate(PASSES):
         gates = {"forget_gate": inputs.log_beta[n].exp(), "step_size": inputs.gamma[n]}
         for name, gate in gates.items():
-            heads = gate.shape[2]
-            arrays[f"{memory}_{name}"][heard.place, :heads, start:stop] = as_numpy(gate[0].mT)
+            arrays[f"{memory}_{name}"][heard.place, :, start:stop] = as_numpy(gate[0].mT)
     asked_inputs[heard.place] += [inputs.at(t - start) for t in asked.tolist() if start <= t < stop]

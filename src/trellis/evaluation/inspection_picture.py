@@ -71,7 +71,7 @@ def _series(arrays: Arrays, layer: int | None, head: int | None) -> Series:
     if layer is None:
         return [(f"layer {one}", (n, slice(None))) for n, one in enumerate(layers)]
     place = layers.index(layer)
-    chosen = range(_heads(arrays, place)) if head is None else [head]
+    chosen = range(arrays["keys_forget_gate"].shape[1]) if head is None else [head]
     return [(f"layer {layer}, head {one}", (place, slice(one, one + 1))) for one in chosen]
 
 
@@ -83,8 +83,7 @@ def _retained(arrays: Arrays, series: Series, layer: int | None) -> list[Series]
     slow: Series = []
     fast: Series = []
     for name, (place, _) in chosen:
-        gates = arrays["keys_forget_gate"][place, : _heads(arrays, place)]
-        order = np.argsort([half_life(one) for one in gates])
+        order = np.argsort([half_life(one) for one in arrays["keys_forget_gate"][place]])
         for row, one in ((slow, int(order[-1])), (fast, int(order[0]))):
             row.append((f"{name}, head {one}", (place, slice(one, one + 1))))
     return [slow, fast] if slow != fast else [slow]
@@ -140,7 +139,8 @@ def _errors(axis: Any, arrays: Arrays, memory: str, index: Any, colour: Any) -> 
 
 def _retentions(part: Any, arrays: Arrays, rows: list[Series], width: float, height: float) -> None:
     """Images of what the forget gates leave of every write."""
-    part.suptitle("How much of each write is left: the product of the forget gates since")
+    which = ": above the slowest head of a layer, below the fastest" if len(rows) > 1 else ""
+    part.suptitle(f"How much the forget gates leave of each write to the keys{which}")
     axes = part.subplots(len(rows), len(rows[0]), squeeze=False, sharex=True, sharey=True)
     inches = width / len(rows[0]) - 0.6
     for row, series in zip(axes, rows):
@@ -268,15 +268,9 @@ def _mean(values: np.ndarray) -> np.ndarray:
     return np.where(count > 0, np.nansum(values, 0) / np.maximum(count, 1), np.nan)
 
 
-def _heads(arrays: Arrays, place: int) -> int:
-    """Of a layer: those it has not are NaN."""
-    return int((~np.isnan(arrays["keys_forget_gate"][place, :, 0])).sum())
-
-
 def _slowest_head(arrays: Arrays) -> int:
     place = arrays["layers"].tolist().index(int(arrays["recall_layer"]))
-    gates = arrays["keys_forget_gate"][place, : _heads(arrays, place)]
-    return int(np.argmax([half_life(one) for one in gates]))
+    return int(np.argmax([half_life(one) for one in arrays["keys_forget_gate"][place]]))
 
 
 def _colours(count: int) -> list[Any]:

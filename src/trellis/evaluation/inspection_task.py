@@ -104,8 +104,7 @@ def summary(arrays: Arrays) -> list[dict[str, Any]]:
 
 def _summary(arrays: Arrays, n: int, memory: str) -> dict[str, Any]:
     def of(name: str) -> np.ndarray:
-        values = arrays[f"{memory}_{name}"][n]
-        return values[~np.isnan(values[:, -1])]  # heads of other layers are NaN
+        return arrays[f"{memory}_{name}"][n]
 
     gates, power = of("forget_gate"), float(of("target_power").sum())
     return {

@@ -95,7 +95,7 @@ def retention(forget_gate: np.ndarray, written: np.ndarray) -> np.ndarray:
 def half_life(forget_gate: np.ndarray) -> float:
     """Tokens after which the mean gate (its geometric mean) has halved a write; may be inf."""
     with np.errstate(divide="ignore"):
-        mean = float(np.nanmean(np.log(forget_gate.astype(np.float64))))
+        mean = float(np.mean(np.log(forget_gate.astype(np.float64))))
     return math.inf if mean == 0 else math.log(0.5) / mean
 
 

@@ -123,7 +123,7 @@ class Replay:
 
     def _put(self, name: str, places: np.ndarray, value: Tensor) -> None:
         """value: [C, H]."""
-        self.arrays[name][self.place][: value.shape[1], places] = as_numpy(value.mT)
+        self.arrays[name][self.place][:, places] = as_numpy(value.mT)
 
     def _recall(self, keys: Tensor, values: Tensor) -> None:
         """Ask memories [C, H, ...] for all probes."""

@@ -299,7 +299,8 @@ class TrellisMixer(Mixer):
         """gamma of the key pass and of the value pass, [B, T, H] each."""
         config = self.config
         if self.gamma_proj is None:
-            gamma = k.new_full((*x.shape[:2], self.heads), config.step_max)
+            gates = self.heads * (2 if config.separate_gates else 1)
+            gamma = k.new_full((*x.shape[:2], gates), config.step_max)
         elif config.step == "sigmoid":
             gamma = config.step_max * wide(self.gamma_proj(x)).sigmoid()
         else:

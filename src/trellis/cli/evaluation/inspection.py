@@ -32,7 +32,10 @@ def inspect(
     if (text is None) == (file is None):
         raise ValueError("give either a TEXT or --file FILE")
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} must be text in UTF-8: {error}") from error
     assert text is not None
     (subject,) = subjects([model], threads)
     inspection_task.run(
