@@ -13,19 +13,25 @@ from typing import Any
 import numpy as np
 
 from ..figures import figure
+from .inspection_axes import (
+    TEXT_TOKENS,
+    band,
+    bin_size,
+    binned,
+    colours_for,
+    curve,
+    mean_of,
+    spread,
+    token_axis,
+    token_image,
+)
 from .memory_measures import by_age, half_life, retention, since_written
 from .replay import PASSES, RECALLS, Arrays
 
-#: More tokens than these have numbers instead of texts.
-TEXT_TOKENS = 80
 #: More layers or heads than these have images of some only.
 IMAGES = 4
-#: Longer texts have curves of means over as many bins.
-BINS = 250
 #: Ages of a write in the last row, before and after it.
 AGES = 32
-#: Distinct to the colour-blind as well.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 ROWS = (
     ("forget_gate", "forget gate: 1 keeps, 0 forgets"),
     ("step_size", "step size"),
@@ -77,7 +83,7 @@ def _series(arrays: Arrays, layer: int | None, head: int | None) -> Series:
 
 def _retained(arrays: Arrays, series: Series, layer: int | None) -> list[Series]:
     """Rows of images of retention: the slowest and the fastest heads of layers, or the heads."""
-    chosen = [series[n] for n in _spread(len(series), IMAGES)]
+    chosen = [series[n] for n in spread(len(series), IMAGES)]
     if layer is not None:
         return [chosen]
     slow: Series = []
@@ -94,7 +100,7 @@ def _curves(part: Any, arrays: Arrays, series: Series, inches: float) -> None:
     axes = part.subplots(
         len(ROWS), 2, sharex=True, sharey="row", height_ratios=[1, 1, 1, 1.6, 1, 1]
     )
-    colours = _colours(len(series))
+    colours = colours_for(len(series))
     ranges = len(series) <= 3
     for column, memory in enumerate(PASSES):
         for row, (quantity, title) in enumerate(ROWS):
@@ -105,19 +111,18 @@ def _curves(part: Any, arrays: Arrays, series: Series, inches: float) -> None:
                     _errors(axis, arrays, memory, index, colour)
                     continue
                 values = arrays[f"{memory}_{quantity}"][index]
-                _curve(axis, values, color=colour, label=name)
+                curve(axis, values, color=colour, label=name)
                 if ranges and values.shape[0] > 1:
-                    _band(axis, values, colour)
+                    band(axis, values, colour)
             axis.grid(alpha=0.3)
             axis.margins(x=0.01)
         axes[3, column].axhline(1, color="grey", linewidth=0.8)
-        axes[3, column].set_ylim(bottom=0)
-        _token_axis(axes[-1, column].xaxis, arrays, np.arange(len(arrays["tokens"])), inches)
+        token_axis(axes[-1, column].xaxis, arrays, np.arange(len(arrays["tokens"])), inches)
     handles, names = axes[0, 0].get_legend_handles_labels()
     said = []
     if arrays["keys_forget_gate"][series[0][1]].shape[0] > 1:
         said = ["mean over heads", *(["band: their range"] if ranges else [])]
-    size = _bin_size(len(arrays["tokens"]))
+    size = bin_size(len(arrays["tokens"]))
     if size > 1:
         said.append(f"means of {size} tokens")
     part.legend(
@@ -131,10 +136,10 @@ def _errors(axis: Any, arrays: Arrays, memory: str, index: Any, colour: Any) -> 
     power = np.maximum(arrays[f"{memory}_target_power"][index], 1e-30)
     before = arrays[f"{memory}_error_before"][index] / power
     after = arrays[f"{memory}_error_after"][index] / power
-    _curve(axis, before, color=colour, linestyle=":", linewidth=1.4)
-    _curve(axis, after, color=colour)
-    (places, high), (_, low) = _binned(before), _binned(after)
-    axis.fill_between(places, _mean(high), _mean(low), color=colour, alpha=0.15, linewidth=0)
+    curve(axis, before, color=colour, linestyle=":", linewidth=1.4)
+    curve(axis, after, color=colour)
+    (places, high), (_, low) = binned(before), binned(after)
+    axis.fill_between(places, mean_of(high), mean_of(low), color=colour, alpha=0.15, linewidth=0)
 
 
 def _retentions(part: Any, arrays: Arrays, rows: list[Series], width: float, height: float) -> None:
@@ -145,8 +150,10 @@ def _retentions(part: Any, arrays: Arrays, rows: list[Series], width: float, hei
     inches = width / len(rows[0]) - 0.6
     for row, series in zip(axes, rows):
         for axis, (name, index) in zip(row, series):
-            left = _mean(retention(arrays["keys_forget_gate"][index], arrays["probes"]))
-            image = _image(axis, arrays, left, (inches, height), cmap="viridis", vmin=0, vmax=1)
+            left = mean_of(retention(arrays["keys_forget_gate"][index], arrays["probes"]))
+            image = token_image(
+                axis, arrays, left, (inches, height), cmap="viridis", vmin=0, vmax=1
+            )
             lives = half_life(arrays["keys_forget_gate"][index])
             life = "nothing is forgotten" if np.isinf(lives) else f"half-life {lives:.1f} tokens"
             axis.set_title(f"{name}: {life}", fontsize=10)
@@ -166,7 +173,7 @@ def _recalls(part: Any, arrays: Arrays, head: int, width: float, height: float) 
         gain = gain if name == "recall_answer" else -gain
         most = max(float(np.nanquantile(np.abs(gain), 0.98)), 1e-6) if len(probes) > 1 else 1.0
         inches = (width, height)
-        image = _image(axis, arrays, gain, inches, cmap="RdBu", vmin=-most, vmax=most)
+        image = token_image(axis, arrays, gain, inches, cmap="RdBu", vmin=-most, vmax=most)
         axis.plot(probes, np.arange(len(probes)), color="black", linewidth=1)
         axis.set_title(title, fontsize=10)
         label = "cosine gained" if name == "recall_answer" else "error taken away"
@@ -187,7 +194,7 @@ def _ages(part: Any, arrays: Arrays, head: int | None) -> None:
     most = min(AGES, len(arrays["tokens"]) // 3)  # so that means are over many tokens
     heads = range(len(arrays[RECALLS[0]])) if head is None else [head]
     for axis, name, title in zip(axes, RECALLS, RECALL_TITLES):
-        for one, colour in zip(heads, _colours(len(heads))):
+        for one, colour in zip(heads, colours_for(len(heads))):
             mean = by_age(arrays[name][one], arrays["probes"], most)
             label = f"layer {layer}, head {one}"
             axis.plot(np.arange(-most, most + 1), mean, ".-", color=colour, label=label)
@@ -199,88 +206,6 @@ def _ages(part: Any, arrays: Arrays, head: int | None) -> None:
     axes[0].legend(fontsize=8)
 
 
-def _image(
-    axis: Any, arrays: Arrays, values: np.ndarray, inches: tuple[float, float], **style: Any
-) -> Any:
-    """Tokens down, time to the right. inches: width and height, about."""
-    axis.set_facecolor("#dddddd")  # where there is nothing yet
-    image = axis.imshow(values, aspect="auto", interpolation="nearest", **style)
-    _token_axis(axis.xaxis, arrays, np.arange(len(arrays["tokens"])), inches[0])
-    _token_axis(axis.yaxis, arrays, arrays["probes"], inches[1])
-    return image
-
-
-def _token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> None:
-    """Texts of the tokens as ticks, as many as fit; numbers for long texts."""
-    if len(arrays["tokens"]) > TEXT_TOKENS:
-        if len(places) < len(arrays["tokens"]):
-            ticks = _spread(len(places), 9)
-            axis.set_ticks(ticks, [str(places[n]) for n in ticks])
-        return
-    step = max(1, int(np.ceil(0.1 * len(places) / inches)))
-    labels = [_label(arrays["tokens"][place]) for place in places[::step]]
-    turned = {"rotation": 90} if axis.axis_name == "x" else {}
-    axis.set_ticks(range(0, len(places), step), labels, fontsize=7, **turned)
-    for tick in axis.get_ticklabels():
-        tick.set_parse_math(False)
-
-
-def _label(text: str) -> str:
-    """White space that would not be seen, as signs; long tokens cut."""
-    text = text.replace("\n", "\u21b5").replace("\t", "\u2192")
-    text = text.strip(" ") or "\u2423" * len(text)
-    return text if len(text) <= 13 else text[:12] + "\u2026"
-
-
-def _curve(axis: Any, values: np.ndarray, **style: Any) -> None:
-    """Mean over heads; quantities not taken at every token are joined."""
-    places, values = _binned(values)
-    mean = _mean(values)
-    there = ~np.isnan(mean)
-    axis.plot(places[there], mean[there], **style)
-
-
-def _band(axis: Any, values: np.ndarray, colour: Any) -> None:
-    places, values = _binned(values)
-    there = ~np.isnan(values).all(0)
-    low, high = np.nanmin(values[:, there], 0), np.nanmax(values[:, there], 0)
-    axis.fill_between(places[there], low, high, color=colour, alpha=0.12, linewidth=0)
-
-
-def _bin_size(tokens: int) -> int:
-    return -(-tokens // BINS)
-
-
-def _binned(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The middles of bins of tokens, and means over them: [heads, T] -> [heads, bins]."""
-    tokens = values.shape[-1]
-    size = _bin_size(tokens)
-    bins = -(-tokens // size)
-    padded = np.full((values.shape[0], bins * size), np.nan)
-    padded[:, :tokens] = values
-    means = _mean(padded.reshape(-1, bins, size).transpose(2, 0, 1))
-    return np.arange(bins) * size + (size - 1) / 2, means
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """Over the first dimension; NaN where all are."""
-    count = (~np.isnan(values)).sum(0)
-    return np.where(count > 0, np.nansum(values, 0) / np.maximum(count, 1), np.nan)
-
-
 def _slowest_head(arrays: Arrays) -> int:
     place = arrays["layers"].tolist().index(int(arrays["recall_layer"]))
     return int(np.argmax([half_life(one) for one in arrays["keys_forget_gate"][place]]))
-
-
-def _colours(count: int) -> list[Any]:
-    if count <= len(COLOURS):
-        return list(COLOURS[:count])
-    import matplotlib
-
-    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.9, count)))
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of range(count), evenly."""
-    return sorted({round(n) for n in np.linspace(0, count - 1, min(count, most))})
