@@ -12,7 +12,7 @@ from trellis.cli.evaluation import app
 from trellis.evaluation import mqar_task
 from trellis.evaluation.mqar import POWER, Setting, accuracy, examples, query_logits
 from trellis.evaluation.mqar_presets import PRESETS, Group, Preset, Source, preset
-from trellis.evaluation.mqar_training import train
+from trellis.evaluation.mqar_training import batches, train
 from trellis.models.config import TrellisConfig
 from trellis.models.loss import IGNORED
 from trellis.models.modeling import TrellisForCausalLM
@@ -213,6 +213,23 @@ def test_training_is_set_by_its_seed():
     assert first.attempts[0]["curve"] == again.attempts[0]["curve"]
     other = train(tiny_config(), tiny_preset(), group, seed=3)
     assert other.attempts[0]["curve"] != first.attempts[0]["curve"]
+
+
+def test_short_sequences_come_first_and_no_example_twice():
+    small = PRESETS["small"].changed(steps=40)
+    (group,) = small.groups
+    drawn = [data for _, data in zip(range(40), batches(small, group, seed=0))]
+    lengths = [data.inputs.shape[1] for data in drawn]
+    assert set(lengths[:16]) == {64}  # easy_first = 0.4
+    assert set(lengths[16:]) == {64, 128, 256}
+    rows = [tuple(row) for data in drawn for row in data.inputs.tolist()]
+    assert len(set(rows)) == len(rows)
+
+
+def test_a_rate_that_is_good_enough_is_the_last():
+    easy = tiny_preset(learning_rates=(1e-3, 1e-2), steps=2, stop_at=-1.0)
+    found = train(tiny_config(), easy, easy.groups[0])
+    assert [attempt["learning_rate"] for attempt in found.attempts] == [1e-3]
 
 
 def test_the_best_rate_is_kept_and_divergence_recorded():

@@ -31,7 +31,10 @@ class Preset:
     groups: each trains models of its own. test_examples: of each setting tested.
     steps, or epochs over the training examples: how long, at most. batch_tokens: of a batch, which
         has one setting.
-    learning_rates: all are tried; the best on validation examples is tested.
+    easy_first: share of the steps that see only the shortest training sequences, before the others
+        join them: small models leave the plateau at the beginning sooner.
+    learning_rates: tried in turn until one reaches `stop_at`; the best on validation examples is
+        tested.
     warmup: share of the steps with a rising rate, then a cosine to 0. clip: of the gradient's norm.
     check_every: steps between looks at `validation_examples` examples of every training setting;
     stop_at: a mean accuracy above it ends the training.
@@ -45,6 +48,7 @@ class Preset:
     steps: int | None = None
     epochs: int | None = None
     batch_tokens: int = 65536
+    easy_first: float = 0.0
     test_examples: int = 1000
     validation_examples: int = 500
     check_every: int = 200
@@ -68,6 +72,8 @@ class Preset:
             at_least(name, getattr(self, name), 1, optional=True)
         if self.steps is None and self.epochs is None:
             raise ValueError("one of steps and epochs must be given")
+        if not 0 <= self.easy_first <= 1:
+            raise ValueError(f"easy_first must be from 0 to 1; got {self.easy_first}")
         if not self.widths or not self.learning_rates:
             raise ValueError("widths and learning_rates must have at least one number each")
         for width in self.widths:
@@ -159,25 +165,27 @@ PRESETS = {
         # For a CPU: minutes for a model. No training example comes twice.
         Preset(
             "small",
-            vocab_size=256,
+            vocab_size=192,
             groups=(
                 Group(
                     (
-                        Source(Setting(64, 4), 40_000),
+                        Source(Setting(64, 4), 20_000),
                         Source(Setting(64, 8), 20_000),
-                        Source(Setting(128, 16), 20_000),
-                        Source(Setting(256, 32), 10_000),
+                        Source(Setting(128, 16), 8_000),
+                        Source(Setting(256, 32), 8_000),
                     ),
                     _settings((64, 4), (64, 8), (128, 16), (256, 32), (256, 64)),
                 ),
             ),
             widths=(32, 64),
-            learning_rates=(3e-3,),
-            steps=600,
-            batch_tokens=8192,
+            learning_rates=(1e-2, 3e-3),
+            steps=1500,
+            batch_tokens=2048,
+            easy_first=0.4,
             test_examples=500,
-            validation_examples=64,
-            check_every=50,
+            validation_examples=32,
+            check_every=100,
+            random_non_queries=False,
         ),
     )
 }  # fmt: skip

@@ -19,8 +19,10 @@ from ..training.optimizer import build_optimizer
 from ..training.recipe import Recipe, TrainSection
 from ..training.schedule import learning_rate
 from .mqar import Examples, accuracy, examples, query_logits
-from .mqar_presets import Group, Preset
+from .mqar_presets import Group, Preset, Source
 
+#: A batch: where its examples come from, and its number there.
+Entry = tuple[Source, int]
 #: Told about every look at the validation examples.
 Say = Callable[[str], None]
 
@@ -42,7 +44,10 @@ def train(
     device: str = "cpu",
     say: Say = lambda line: None,
 ) -> Trained:
-    """A model of this configuration, trained at every rate; the best on validation is kept."""
+    """A model of this configuration, trained at one rate after the other until one is enough.
+
+    The best on validation is kept.
+    """
     held_out = [
         examples(
             source.setting, preset.vocab_size, preset.validation_examples, split="validation",
@@ -60,6 +65,8 @@ def train(
             found = Trained(model, attempts, attempt)
         else:
             found = found._replace(attempts=attempts)
+        if found.best is not None and found.best["accuracy"] > preset.stop_at:
+            break
     return found
 
 
@@ -88,7 +95,7 @@ def _attempt(
     curve: list[dict[str, float]] = []
     losses: list[float] = []
     diverged = False
-    for step, data in zip(range(steps), _batches(preset, group, seed)):
+    for step, data in zip(range(steps), batches(preset, group, seed)):
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate(recipe, step)
         loss = _update(model, optimizer, _to(data, device), preset.clip)
@@ -128,15 +135,15 @@ def _update(
     return loss.item()
 
 
-def _batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
+def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
     """Every training example once in an epoch, one setting in a batch, in a new order each time."""
     entries = [
         (source, number) for source in group.train for number in range(preset.batches(source))
     ]
-    epoch = 0
+    easy, epoch = round(preset.easy_first * preset.steps_of(group)), 0
     while True:
-        for place in np.random.default_rng([seed, epoch]).permutation(len(entries)):
-            source, number = entries[place]
+        order = np.random.default_rng([seed, epoch]).permutation(len(entries))
+        for source, number in _easy_first([entries[place] for place in order], easy):
             rows = preset.rows(source.setting)
             first = number * rows
             yield examples(
@@ -144,7 +151,15 @@ def _batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
                 split="train", seed=seed, first=first,
                 random_non_queries=preset.random_non_queries,
             )  # fmt: skip
-        epoch += 1
+        easy, epoch = 0, epoch + 1
+
+
+def _easy_first(entries: list[Entry], count: int) -> list[Entry]:
+    """So many entries of the shortest sequences moved to the front."""
+    shortest = min(source.setting.length for source, _ in entries)
+    front = [entry for entry in entries if entry[0].setting.length == shortest][:count]
+    chosen = set(front)
+    return [*front, *(entry for entry in entries if entry not in chosen)]
 
 
 def _mean_accuracy(model: TrellisForCausalLM, held_out: list[Examples]) -> float:

@@ -20,7 +20,7 @@ def mqar(
     steps: Annotated[int | None, typer.Option(help="Most steps of a training.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a batch.")] = None,
     learning_rates: Annotated[
-        str | None, typer.Option(help="All are tried, and the best on validation is tested.")
+        str | None, typer.Option(help="Tried in turn; the best on validation is tested.")
     ] = None,
     check_every: Annotated[
         int | None, typer.Option(help="Steps between looks at the accuracy.")
