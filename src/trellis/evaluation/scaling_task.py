@@ -35,6 +35,7 @@ def run(
     document_bytes: int | None = None,
     limit: int | None = None,
     batch_tokens: int = 8192,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """The runs' recorded validations, or with `data` their newest checkpoints measured on it.
 
@@ -54,7 +55,7 @@ def run(
     records = Records(out, "scaling")
     found = []
     for training, name in zip(trainings, _labels(runs)):
-        subject = load_subject(str(training.path))
+        subject = load_subject(str(training.path), device)
         setting: dict[str, Any] = {
             "metrics_sha256": training.metrics_sha256,
             "validation": training.validation_text,

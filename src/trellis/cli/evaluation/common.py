@@ -19,23 +19,34 @@ Out = Annotated[Path, typer.Option(help="The folder of results; what is there is
 Limit = Annotated[int | None, typer.Option(help="Only the first so many items.", min=1)]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, about.", min=1)]
 Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.", min=0)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 
 DEFAULT_OUT = Path("runs/eval")
 
 
-def subjects(models: list[str], threads: int = 0) -> Iterator[Subject]:
-    """The models, one loaded at a time. All names are looked up before the first is measured."""
+def set_machine(threads: int, device: str) -> None:
+    """Raises ValueError at a device that this torch does not have."""
     import torch
-
-    from ...evaluation.subject import check_exists, load_subject
 
     if threads:
         torch.set_num_threads(threads)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
+
+
+def subjects(models: list[str], threads: int = 0, device: str = "cpu") -> Iterator[Subject]:
+    """The models, one loaded at a time. All names are looked up before the first is measured."""
+    from ...evaluation.subject import check_exists, load_subject
+
+    set_machine(threads, device)
     for model in models:
         check_exists(model)
     names = [Path(model).name for model in models]
     for model, name in zip(models, names):
-        subject = load_subject(model)
+        subject = load_subject(model, device)
         if names.count(name) > 1:  # a table tells models apart by their names
             subject.name = subject.about["name"] = model
         yield subject

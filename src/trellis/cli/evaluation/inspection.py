@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_OUT, Out, Threads, subjects
+from .common import DEFAULT_OUT, Device, Out, Threads, subjects
 
 
 def inspect(
@@ -25,6 +25,7 @@ def inspect(
     ] = 1,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
+    device: Device = "cpu",
 ) -> None:
     """What the memory does while it reads: a picture, arrays and a table."""
     from ...evaluation import inspection_task
@@ -37,7 +38,7 @@ def inspect(
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} must be text in UTF-8: {error}") from error
     assert text is not None
-    (subject,) = subjects([model], threads)
+    (subject,) = subjects([model], threads, device)
     inspection_task.run(
         subject, text, out, tokens=tokens, layer=layer, head=head, probes=probes,
         rank_every=rank_every,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..options import numbers
-from .common import DEFAULT_OUT, Limit, Out, Threads
+from .common import DEFAULT_OUT, Device, Limit, Out, Threads, set_machine
 
 
 def mqar(
@@ -36,15 +36,13 @@ def mqar(
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
     seed: Annotated[int, typer.Option(help="Of examples and weights.", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    device: Device = "cpu",
 ) -> None:
     """Multi-query associative recall: trains small models of every mixer and tests them.
 
     What --limit counts are test examples. Processes with different --mixers may share a folder:
     table and figure show all results of the same preset, options and seed that are in it.
     """
-    import torch
-
     from ...evaluation import mqar_presets, mqar_task
     from ...mixers import MIXERS
     from ...mixers.registry import check_name
@@ -61,8 +59,7 @@ def mqar(
         batch_tokens=batch_tokens, check_every=check_every,
         random_non_queries=random_non_queries,
     )  # fmt: skip
-    if threads:
-        torch.set_num_threads(threads)
+    set_machine(threads, device)
     mqar_task.run(chosen, changed, out, fields=_fields(fields or []), seed=seed, device=device)
 
 

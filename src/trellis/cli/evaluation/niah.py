@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..options import numbers
-from .common import DEFAULT_OUT, BatchTokens, Limit, Models, Out, Threads, subjects
+from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Models, Out, Threads, subjects
 
 
 def niah(
@@ -32,12 +32,13 @@ def niah(
     batch_tokens: BatchTokens = 8192,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
+    device: Device = "cpu",
 ) -> None:
     """Needles in a haystack (RULER's S-NIAH): accuracy by length and depth."""
     from ...evaluation import niah_task
 
     niah_task.run(
-        subjects(models, threads), haystack or ["stdlib"], variants.split(","),
+        subjects(models, threads, device), haystack or ["stdlib"], variants.split(","),
         numbers("lengths", lengths), out,
         items=items, depths=_depths(depths), limit=limit, seed=seed, batch_tokens=batch_tokens,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..options import numbers
-from .common import DEFAULT_OUT, BatchTokens, Limit, Models, Out, Threads, subjects
+from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Models, Out, Threads, subjects
 
 
 def ppl(
@@ -26,12 +26,13 @@ def ppl(
     batch_tokens: BatchTokens = 8192,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
+    device: Device = "cpu",
 ) -> None:
     """Perplexity by context length, and by position in the context. Items are documents."""
     from ...evaluation import ppl_task
 
     lengths = numbers("contexts", contexts)
     ppl_task.run(
-        subjects(models, threads), data, lengths, out,
+        subjects(models, threads, device), data, lengths, out,
         stride=stride, document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens,
     )  # fmt: skip

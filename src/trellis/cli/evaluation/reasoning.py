@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_OUT, BatchTokens, Limit, Models, Out, Threads, subjects
+from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Models, Out, Threads, subjects
 
 
 def reasoning(
@@ -26,12 +26,13 @@ def reasoning(
     batch_tokens: BatchTokens = 8192,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
+    device: Device = "cpu",
 ) -> None:
     """Common-sense tasks through lm-eval: accuracies and their average."""
     from ...evaluation import reasoning_task
 
     reasoning_task.run(
-        subjects(models, threads), out,
+        subjects(models, threads, device), out,
         data=data, tasks=None if tasks is None else tasks.split(","),
         limit=limit, batch_tokens=batch_tokens,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_OUT, BatchTokens, Limit, Models, Out, Threads, subjects
+from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Models, Out, Threads, subjects
 
 _FORMS = ".jsonl, .json or .parquet, or hub:NAME"
 
@@ -26,13 +26,14 @@ def recall(
     batch_tokens: BatchTokens = 8192,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
+    device: Device = "cpu",
 ) -> None:
     """Recall of an answer from its text: SQuAD completion, SWDE and FDA, in per cent."""
     from ...evaluation import recall_task
 
     given = {"squad": squad, "swde": swde, "fda": fda}
     recall_task.run(
-        subjects(models, threads),
+        subjects(models, threads, device),
         {name: source for name, source in given.items() if source is not None},
         out, context_tokens=context_tokens, limit=limit, batch_tokens=batch_tokens,
     )  # fmt: skip

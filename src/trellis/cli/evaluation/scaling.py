@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_OUT, BatchTokens, Limit, Out, Threads
+from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Out, Threads, set_machine
 
 
 def scaling(
@@ -31,15 +31,14 @@ def scaling(
     batch_tokens: BatchTokens = 8192,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
+    device: Device = "cpu",
 ) -> None:
     """Perplexity over training FLOPs: the validations that runs recorded, or of --data."""
-    import torch
-
     from ...evaluation import scaling_task
 
-    if threads:
-        torch.set_num_threads(threads)
+    set_machine(threads, device)
     scaling_task.run(
         runs, out, data=data or [], context=context, bits_per_byte=bits_per_byte,
         document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens,
+        device=device,
     )  # fmt: skip
