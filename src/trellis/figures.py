@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def check() -> None:
+    """Raises ModuleNotFoundError where figures cannot be drawn; ask before measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "figures need matplotlib: pip install 'trellis-memory[plots]'", name="matplotlib"
+        )
 
 
 @contextmanager
@@ -14,6 +23,7 @@ def figure(path: Path, columns: int = 1, **options: Any) -> Iterator[Any]:
 
     options: of matplotlib's subplots, such as figsize.
     """
+    check()
     import matplotlib
 
     matplotlib.use("Agg")

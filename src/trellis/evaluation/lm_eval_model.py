@@ -64,9 +64,6 @@ class TrellisLM(TemplateLM):
         self._device = self.subject.device
         #: Contexts that were cut on the left since they were too long for the model.
         self.cut = 0
-        # What a tokenizer of transformers puts before every text. Ours were trained without.
-        inner = self.subject.tokenizer.inner
-        self._before: list[int] = [] if self.subject.ours else inner.encode("").ids
         self._encoded: dict[str, list[int]] = {}
 
     @property
@@ -81,7 +78,7 @@ class TrellisLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self._before[0] if self._before else self.eot_token_id
+        return self.eot_token_id if self.subject.bos is None else self.subject.bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -90,11 +87,13 @@ class TrellisLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Ids of a text, behind what the tokenizer puts before every text."""
+        """Ids of a text, inside what the tokenizer puts around every text."""
         ids = self._encoded.get(string)
         if ids is None:
             ids = self.subject.tokenizer.encode(string).tolist()
-        return ids if add_special_tokens is False else [*self._before, *ids]
+        if add_special_tokens is False:
+            return ids
+        return [*self.subject.prefix, *ids, *self.subject.suffix]
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False

@@ -26,15 +26,26 @@ class Subject:
 
     bounded: its state does not grow with what it reads, so texts of any length can be read in
     segments. max_context: the most tokens that it can read, None where there is no limit.
+    bos: the token that begins texts, where the tokenizer of a model of transformers names one.
+    prefix, suffix: what such a tokenizer itself puts around every text; ours put nothing there.
     """
 
-    def __init__(self, name: str, model: Any, tokenizer: TextTokenizer, about: dict[str, Any]):
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: TextTokenizer,
+        about: dict[str, Any],
+        bos: int | None = None,
+    ):
         self.name = name
         self.model = model.eval()
         self.tokenizer = tokenizer
         digest = hashlib.sha256()
         hash_weights(digest, model)
         self.ours = isinstance(model, TrellisForCausalLM)
+        self.bos = bos
+        self.prefix, self.suffix = ([], []) if self.ours else _around(tokenizer)
         self.max_context = None if self.ours else _limit(model.config)
         #: What a result must say to be repeated.
         self.about = {
@@ -58,9 +69,15 @@ class Subject:
 
     @property
     def start(self) -> list[int]:
-        """What stands before a text that nothing precedes: the token that ends documents."""
-        end = self.tokenizer.end_of_document
-        return [] if end is None else [end]
+        """What stands before a text that nothing precedes, as models were trained.
+
+        Ours: the token that ends documents. Of transformers: what the tokenizer puts before every
+        text; if nothing, the token that begins texts; if there is none, the one that ends them.
+        """
+        if self.prefix:
+            return self.prefix
+        first = self.tokenizer.end_of_document if self.bos is None else self.bos
+        return [] if first is None else [first]
 
     def check_context(self, tokens: int, what: str) -> None:
         """Raises ValueError if the model cannot read so many tokens."""
@@ -148,7 +165,17 @@ def _from_transformers(name: str, device: str) -> Subject:
     tokenizer = TextTokenizer(loaded.backend_tokenizer.to_str(), name)
     if loaded.eos_token_id is not None:
         tokenizer.end_of_document = loaded.eos_token_id
-    return Subject(Path(name).name, model, tokenizer, {"path": name})
+    return Subject(Path(name).name, model, tokenizer, {"path": name}, loaded.bos_token_id)
+
+
+def _around(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind every text: what is around a text that is known."""
+    text = tokenizer.inner.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.inner.encode("a").ids
+    for place in range(len(whole) - len(text) + 1):
+        if text and whole[place : place + len(text)] == text:
+            return whole[:place], whole[place + len(text) :]
+    return [], []
 
 
 def _limit(config: Any) -> int | None:
