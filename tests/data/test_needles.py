@@ -95,13 +95,18 @@ def bpe(tmp_path_factory):
 def test_prompts_fill_their_length_and_no_more(variant, part, bpe):
     for tokenizer, length in ((BYTES, 700), (BYTES, 1501), (bpe, 300), (bpe, 515)):
         made = needles(part, tokenizer=tokenizer)
-        start = tokenizer.end_of_document is not None
         for index in range(5):
             item = made.item(variant, length, index)
-            assert item.tokens == start + len(tokenizer.encode(item.prompt))
+            assert item.tokens == 1 + len(tokenizer.encode(item.prompt))
             assert item.tokens + 128 <= length
             step = len((NOISE + "\n") if VARIANTS[variant].noise else " Everybody")
             assert item.tokens + 128 > length - step - 5
+
+
+def test_what_stands_before_a_prompt_counts():
+    for before in (0, 3):
+        item = Needles(BYTES, HAYSTACK, 42, "test", before).item("number", 700, 0)
+        assert item.tokens == before + len(item.prompt.encode()) <= 700 - 128
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -155,6 +160,15 @@ def test_an_item_depends_on_its_number_and_options_alone():
         made.item("number", 901, 5), made.item("number", 900, 6), made.item("word", 900, 5),
     ]  # fmt: skip
     assert len({item.key for item in [first, *others]}) == 6
+
+
+def test_other_words_have_another_hash(monkeypatch):
+    adjectives, nouns = needles_module.word_lists()
+    first = needles_module.words_sha256()
+    assert needles_module.words_sha256() == first
+    for other in ((adjectives[1:], nouns), ([*adjectives, nouns[0]], nouns[1:])):
+        monkeypatch.setattr(needles_module, "word_lists", lambda lists=other: lists)
+        assert needles_module.words_sha256() != first
 
 
 def test_depths_are_taken_in_turn_or_drawn():
@@ -256,10 +270,28 @@ def test_the_command_writes_a_file(tmp_path):
     out = tmp_path / "needles.jsonl"
     command = [
         "data", "needles", "--out", str(out), "--haystack", str(tmp_path / "book.txt"),
-        "--variants", "passkey,uuid", "--lengths", "600,800", "--items", "7",
+        "--variants", "passkey, uuid", "--lengths", "600,800", "--items", "7",
     ]  # fmt: skip
     result = CliRunner().invoke(app, command)
     assert "7 documents, 0.0 MB written to" in result.output
     assert len(out.read_text().splitlines()) == 7
     assert isinstance(CliRunner().invoke(app, command).exception, FileExistsError)
     assert CliRunner().invoke(app, [*command, "--force"]).exit_code == 0
+
+
+def test_a_folder_is_named_before_anything_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("trellis.data.needle_text.read_haystack", None)
+    command = ["data", "needles", "--out", str(tmp_path), "--force"]
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, ValueError)
+    assert f"--out must be a file; {tmp_path} is a folder" in str(error)
+
+
+def test_the_commands_own_lengths_fit_its_tokenizer(tmp_path, monkeypatch):
+    # The standard library, which is the haystack, takes seconds to read.
+    monkeypatch.setattr("trellis.data.needle_text.read_haystack", lambda _: HAYSTACK)
+    out = tmp_path / "needles.jsonl"
+    command = ["data", "needles", "--out", str(out), "--items", "2"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    assert all(800 < len(line) < 2100 for line in out.read_text().splitlines())

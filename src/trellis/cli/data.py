@@ -117,7 +117,7 @@ def needles(
     ] = "passkey,number,uuid",
     lengths: Annotated[
         str, typer.Option(help="Tokens of a prompt and 128 for its answer, at most.")
-    ] = "256,512,1024",
+    ] = "1024,2048",
     items: Annotated[int, typer.Option(help="Documents to write.", min=1)] = 10_000,
     haystack: Annotated[
         list[str] | None, typer.Option(help="Text to hide needles in; else stdlib.")
@@ -131,12 +131,12 @@ def needles(
     None of its keys and values is ever asked for in the test.
     """
     from ..data.needle_text import write_needles
-    from .options import numbers
+    from .options import names, numbers
 
     with _bar("{task.completed:,} documents", bytes_known=True) as (bar, task):
         bar.update(task, total=items)
         size = write_needles(
-            out, variants.split(","), numbers("lengths", lengths), items, haystack or ["stdlib"],
+            out, names(variants), numbers("lengths", lengths), items, haystack or ["stdlib"],
             tokenizer=tokenizer, seed=seed, force=force, progress=lambda: bar.advance(task),
         )  # fmt: skip
     _say(f"{items:,} documents, {size / 1e6:,.1f} MB written to {out}")

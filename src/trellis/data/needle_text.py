@@ -29,10 +29,12 @@ def write_needles(
 
     A document does not depend on how many there are. Returns the bytes that were written.
 
-    Raises FileExistsError if `out` exists and `force` is not set; ValueError if an argument is out
-    of range; what `read_haystack` and `load_tokenizer` raise.
+    Raises FileExistsError if `out` exists and `force` is not set; ValueError if it is a folder or
+    an argument is out of range; what `read_haystack` and `load_tokenizer` raise.
     """
     check_variants(variants)
+    if out.is_dir():
+        raise ValueError(f"--out must be a file; {out} is a folder")
     if out.exists() and not force:
         raise FileExistsError(f"{out} exists: give --out a name that is free, or --force")
     made = Needles(load_tokenizer(tokenizer), read_haystack(haystack), seed, "train")

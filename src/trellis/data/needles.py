@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import random
 import uuid
 from bisect import bisect_right
@@ -58,7 +59,7 @@ class Item(NamedTuple):
     value: str
     depth: float
     units: int  # lines or words of the haystack
-    tokens: int  # of the prompt, with the token that starts a document
+    tokens: int  # of the prompt, with what stands before it
 
 
 def part_of(text: str) -> str:
@@ -99,6 +100,11 @@ def word_lists() -> tuple[list[str], list[str]]:
     return adjectives, nouns
 
 
+def words_sha256() -> str:
+    """Of both lists: another version of their package may draw other keys."""
+    return hashlib.sha256(json.dumps(word_lists()).encode()).hexdigest()
+
+
 def check_variants(names: Sequence[str]) -> None:
     """Raises ValueError at a name that is none."""
     for name in names:
@@ -111,12 +117,17 @@ class Needles:
 
     The haystack of a test item is the beginning of the text, as in RULER; that of a training item
     begins anywhere, so that it is not learned by heart.
+
+    before: tokens that stand before a prompt, such as the one that ends documents; they count.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, haystack: Haystack, seed: int, part: str):
+    def __init__(
+        self, tokenizer: TextTokenizer, haystack: Haystack, seed: int, part: str, before: int = 1
+    ):
         if part not in PARTS:
             raise ValueError(f"part must be train or test; got {part!r}")
         self.tokenizer, self.haystack, self.seed, self.part = tokenizer, haystack, seed, part
+        self.before = before
         self._costs: dict[str, int] = {}
         self._from_start = functools.cache(haystack.essay)
 
@@ -172,8 +183,8 @@ class Needles:
         )
 
     def count(self, prompt: str) -> int:
-        """Tokens that a model reads: the prompt behind the token that ends documents."""
-        return (self.tokenizer.end_of_document is not None) + len(self.tokenizer.encode(prompt))
+        """Tokens that a model reads: the prompt and what stands before it."""
+        return self.before + len(self.tokenizer.encode(prompt))
 
     def _sums(self, units: Sequence[str]) -> list[int]:
         """About how many tokens the first n units take, for all n: each encoded by itself."""
@@ -187,7 +198,9 @@ def largest(count: Callable[[int], int], sums: Sequence[int], limit: int) -> tup
     """The largest n with count(n) <= limit, and its count; count(0) if even that is above.
 
     sums: about what the first n units add to count(0). Where it is nearly right, three or four
-    counts are enough; n is exact whatever it is, since its neighbour is counted too.
+    counts are enough. However wrong it is, n is exact as long as count never falls, since its
+    neighbour is counted too. Where count falls, as it may where units merge, n fits all the same,
+    but a larger one may fit too.
     """
     fits, tokens = 0, count(0)
     if tokens > limit:
