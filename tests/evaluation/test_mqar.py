@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from trellis.cli.evaluation import app
-from trellis.evaluation import mqar_task
+from trellis.evaluation import mqar_task, mqar_training
 from trellis.evaluation.mqar import POWER, Setting, accuracy, examples, query_logits
-from trellis.evaluation.mqar_presets import PRESETS, Group, Preset, Source, preset
+from trellis.evaluation.mqar_preset import Group, Preset, Source
+from trellis.evaluation.mqar_presets import PRESETS, preset
 from trellis.evaluation.mqar_training import batches, train
 from trellis.models.config import TrellisConfig
 from trellis.models.loss import IGNORED
@@ -248,6 +250,49 @@ def test_the_best_rate_is_kept_and_divergence_recorded():
     assert alone.best is None
 
 
+def test_a_rate_that_diverges_after_a_good_one():
+    rates = tiny_preset(learning_rates=(1e-2, 1e30))
+    trained = train(tiny_config(), rates, rates.groups[0])
+    assert [attempt["diverged"] for attempt in trained.attempts] == [False, True]
+    assert trained.best["learning_rate"] == 1e-2
+    assert trained.model is not None
+
+
+def test_every_rate_is_tried_where_the_preset_says_so():
+    every = tiny_preset(learning_rates=(1e-3, 1e-2), stop_at=-1.0, every_rate=True)
+    found = train(tiny_config(), every, every.groups[0])
+    assert [attempt["learning_rate"] for attempt in found.attempts] == [1e-3, 1e-2]
+    assert [attempt["steps"] for attempt in found.attempts] == [2, 2]  # each stops by itself
+
+
+def test_a_fixed_order_goes_through_the_sources_and_is_looked_at_after_each_epoch(monkeypatch):
+    sources = (Source(TINY, 20), Source(LONGER, 5))
+    fixed = tiny_preset(
+        groups=(Group(sources, (TINY, LONGER)),), steps=None, epochs=2, check_every=None,
+        batch_rows=((12, 8),), batch_tokens=48, shuffle=False, validate_on="test", clip=None,
+    )  # fmt: skip
+    (group,) = fixed.groups
+    assert fixed.epoch_of(group) == 5
+    drawn = [data.inputs for _, data in zip(range(10), batches(fixed, group, seed=0))]
+    shapes = [(8, 12), (8, 12), (4, 12), (3, 16), (2, 16)]
+    assert [tuple(inputs.shape) for inputs in drawn] == 2 * shapes
+    assert all(torch.equal(a, b) for a, b in zip(drawn[:5], drawn[5:]))
+    whole = examples(TINY, 12, 20, split="train").inputs
+    assert torch.equal(torch.cat(drawn[:3]), whole)
+
+    seen = []
+
+    def held_out(model, data):
+        seen.append(data)
+        return 0.0
+
+    monkeypatch.setattr(mqar_training, "accuracy", held_out)
+    (attempt,) = train(tiny_config(), fixed, group).attempts
+    assert [look["step"] for look in attempt["curve"]] == [5, 10]
+    expected = [examples(setting, 12, 10, split="validation").sha256() for setting in group.test]
+    assert [data.sha256() for data in seen] == 2 * expected
+
+
 def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     small = tiny_preset()
     first = mqar_task.run(["trellis"], small, tmp_path)
@@ -262,7 +307,8 @@ def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert "12/2" in captured.out
     assert "transformer, width 16: rate 0.01, step 4/4: loss" in captured.err
-    assert (tmp_path / "mqar" / "tiny.png").stat().st_size > 1000
+    (drawn,) = (tmp_path / "mqar").glob("tiny-*.png")
+    assert drawn.stat().st_size > 1000
     assert len(list((tmp_path / "mqar").glob("*.json"))) == 4
 
     def refuse(*args, **kwargs):
@@ -293,16 +339,19 @@ def test_divergence_at_every_rate_is_a_result(tmp_path, capsys):
 
 def test_the_command(tmp_path):
     command = [
-        "mqar", "--mixers", "mamba2", "--widths", "16", "--steps", "1", "--batch-tokens", "64",
-        "--vocab-size", "140", "--learning-rates", "1e-3,1e-2", "--limit", "3",
-        "--set", "mamba2.state=8", "--no-random-non-queries", "--out", str(tmp_path),
+        "mqar", "--mixers", " mamba2, gsa", "--widths", "16", "--steps", "1",
+        "--batch-tokens", "64", "--vocab-size", "140", "--learning-rates", "1e-3, 1e-2",
+        "--limit", "3", "--set", "mamba2.state=8", "--no-random-non-queries",
+        "--out", str(tmp_path),
     ]  # fmt: skip
     out = CliRunner().invoke(app, command)
     assert out.exit_code == 0, out.output
     records = [json.loads(path.read_text()) for path in (tmp_path / "mqar").glob("*.json")]
-    assert len(records) == 5
+    assert [record["model"]["mixer"] for record in records].count("gsa") == 5
+    assert len(records) == 10
     for record in records:
-        assert record["model"]["fields"] == {"mamba2": {"state": 8}}
+        wanted = {"mamba2": {"state": 8}} if record["model"]["mixer"] == "mamba2" else {}
+        assert record["model"]["fields"] == wanted
         setting = record["setting"]
         assert setting["preset"] == "small"
         assert (setting["vocab_size"], setting["test_examples"], setting["seed"]) == (140, 3, 0)
@@ -336,6 +385,12 @@ def test_bad_options_are_errors_before_anything_is_trained(tmp_path):
         preset("large")
     with pytest.raises(ValueError, match="steps must be a whole number of at least 1; got 0"):
         preset("small").changed(steps=0)
+    few = "easy_first = 0.4 of 5000 steps are 2000 batches of the shortest.*an epoch has 1250;"
+    with pytest.raises(ValueError, match=few):
+        preset("small").changed(steps=5000)
+    assert preset("small").changed(steps=5000, easy_first=0.2).easy_first == 0.2
+    with pytest.raises(ValueError, match="validate_on must be train or test; got 'exam'"):
+        preset("small").changed(validate_on="exam")
     with pytest.raises(ValueError, match="a vocabulary of 64 has 31 keys"):
         preset("small").changed(vocab_size=64)
     with pytest.raises(ValueError, match="learning_rates must be a number above 0; got -1"):
@@ -349,15 +404,85 @@ def test_bad_options_are_errors_before_anything_is_trained(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_published_sizes():
-    for one in PRESETS.values():
-        one.check()
-    zoology, based = preset("zoology"), preset("based")
-    assert [group.test for group in zoology.groups] == [
-        (Setting(64, 4),), (Setting(128, 8),), (Setting(256, 16),), (Setting(512, 64),),
-    ]  # fmt: skip
-    assert zoology.learning_rates == pytest.approx(np.logspace(-4, -2, 4))
-    assert not zoology.random_non_queries
-    assert zoology.steps_of(zoology.groups[-1]) == 64 * -(-100_000 // 128)
-    assert sum(source.examples for source in based.groups[0].train) == 180_000
-    assert dataclasses.replace(based, steps=7).steps_of(based.groups[0]) == 7
+@dataclasses.dataclass
+class Published:
+    """Of a group: length/pairs: examples, rows of a batch, and the steps of an epoch."""
+
+    train: list[tuple[int, int, int, int]]
+    test: list[tuple[int, int]]
+    epoch: int
+
+
+PUBLISHED = {
+    "zoology": [
+        Published([(64, 4, 100_000, 512)], [(64, 4)], 196),
+        Published([(128, 8, 100_000, 512)], [(128, 8)], 196),
+        Published([(256, 16, 100_000, 256)], [(256, 16)], 391),
+        Published([(512, 64, 100_000, 128)], [(512, 64)], 782),
+    ],
+    "based": [
+        Published(
+            [(64, 4, 100_000, 256), (128, 8, 20_000, 256), (256, 16, 20_000, 256),
+             (256, 32, 20_000, 256), (256, 64, 20_000, 256)],
+            [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)],
+            391 + 4 * 79,
+        )
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "rates", "epochs", "tested", "random_non_queries"),
+    [
+        ("zoology", (64, 128, 256, 512), np.logspace(-4, -2, 4), 64, 3000, False),
+        ("based", (64, 128, 256), np.logspace(-3, -1.5, 4), 32, 1000, True),
+    ],
+)
+def test_the_published_sizes(name, widths, rates, epochs, tested, random_non_queries):
+    found = preset(name)
+    found.check()
+    assert found.widths == widths
+    assert found.learning_rates == pytest.approx(rates)
+    assert (found.epochs, found.test_examples) == (epochs, tested)
+    assert found.random_non_queries == random_non_queries
+    assert (found.vocab_size, found.layers, found.heads, found.stop_at) == (8192, 2, 1, 0.99)
+    assert (found.warmup, found.clip, found.weight_decay, found.betas) == (
+        0.0, None, 0.1, (0.9, 0.999),
+    )  # fmt: skip
+    assert found.every_rate
+    for group, published in zip(found.groups, PUBLISHED[name], strict=True):
+        train = [(*s.setting, s.examples, found.rows(s.setting)) for s in group.train]
+        assert train == published.train
+        assert [tuple(setting) for setting in group.test] == published.test
+        assert found.validated(group) == list(group.test)
+        assert found.epoch_of(group) == published.epoch
+        assert found.steps_of(group) == epochs * published.epoch
+        assert dataclasses.replace(found, steps=7).steps_of(group) == 7
+
+
+def test_tokens_asked_for_replace_the_rows_of_a_preset():
+    changed = preset("based").changed(batch_tokens=2048)
+    assert [changed.rows(Setting(length, 4)) for length in (64, 128, 256)] == [32, 16, 8]
+    assert "batch_rows" not in changed.common()
+
+
+def test_new_fields_leave_the_names_of_records_as_they_are():
+    assert mqar_task._common(preset("small"), seed=0) == {
+        "preset": "small", "vocab_size": 192, "learning_rates": [0.01, 0.003], "steps": 1500,
+        "epochs": None, "batch_tokens": 2048, "easy_first": 0.4, "test_examples": 500,
+        "validation_examples": 32, "check_every": 100, "stop_at": 0.99, "layers": 2, "heads": 1,
+        "warmup": 0.1, "weight_decay": 0.1, "clip": 1.0, "random_non_queries": False, "seed": 0,
+    }  # fmt: skip
+    assert preset("zoology").common()["shuffle"] is False
+
+
+def test_the_figure_is_named_by_what_it_shows():
+    def picture(one, seed=0):
+        return mqar_task._picture(one, mqar_task._common(one, seed))
+
+    small = preset("small")
+    assert picture(small) == picture(small.changed(widths=(16,))) == "small.png"
+    others = [picture(small, 1), picture(small.changed(steps=9)), picture(tiny_preset())]
+    assert len(set(others)) == 3
+    for name, start in zip(others, ("small-", "small-", "tiny-")):
+        assert re.fullmatch(start + r"[0-9a-f]{8}\.png", name)

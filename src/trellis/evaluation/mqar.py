@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,9 @@ class Examples(NamedTuple):
     inputs: Tensor
     labels: Tensor
 
+    def to(self, device: str) -> Examples:
+        return Examples(self.inputs.to(device), self.labels.to(device))
+
     def sha256(self) -> str:
         """For a result to say what it was measured on."""
         digest = hashlib.sha256(str(tuple(self.inputs.shape)).encode())
@@ -91,11 +95,10 @@ def examples(
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
     begin, end = first // BLOCK, -(-(first + count) // BLOCK)
-    blocks = []
-    for block in range(begin, end):
-        stream = [seed, SPLITS.index(split), *setting, vocab_size, block]
-        generator = np.random.default_rng(stream)
-        blocks.append(_block(setting, vocab_size, generator, random_non_queries))
+    blocks = [
+        _block(setting, vocab_size, random_non_queries, split, seed, number)
+        for number in range(begin, end)
+    ]
     skipped = first - begin * BLOCK
     inputs, labels = (
         torch.from_numpy(np.concatenate(parts)[skipped : skipped + count]) for parts in zip(*blocks)
@@ -103,9 +106,12 @@ def examples(
     return Examples(inputs, labels)
 
 
+# The last are kept: where batches are smaller, the next one begins inside. Only to be read.
+@lru_cache(maxsize=16)
 def _block(
-    setting: Setting, vocab_size: int, generator: np.random.Generator, random_non_queries: bool
+    setting: Setting, vocab_size: int, random_non_queries: bool, split: str, seed: int, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng([seed, SPLITS.index(split), *setting, vocab_size, number])
     length, pairs = setting
     half = vocab_size // 2
     keys = 1 + _sample(generator, np.ones(half - 1), pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -16,7 +17,8 @@ from ..mixers import MIXERS, Mixer
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from .mqar import Examples, Setting, accuracy, examples
-from .mqar_presets import Group, Preset
+from .mqar_preset import Group, Preset
+from .mqar_presets import PRESETS
 from .mqar_training import Trained, train
 from .output import print_table
 from .record import Records
@@ -34,7 +36,8 @@ def run(
     """Train and test every mixer at every width of the preset; print, keep and draw.
 
     fields: of the mixers' configurations, by mixer. What is shown are all results in the folder
-    with the preset's numbers and this seed, so that several processes may share the work.
+    with the preset's numbers and this seed, so that several processes may share the work. The
+    figure is PRESET.png; with other numbers or another seed, a hash of them is in its name.
     """
     preset.check()
     for mixer in fields or {}:
@@ -46,7 +49,7 @@ def run(
         for mixer in mixers
     ]
     weightless = [_weightless(config) for _, _, config in plans]  # raises before any training
-    common = json.loads(json.dumps({**preset.common(), "seed": seed}))
+    common = _common(preset, seed)
     records = Records(out, "mqar")
     for group in preset.groups:
         tests = {setting: _test_set(setting, preset, seed) for setting in group.test}
@@ -70,13 +73,31 @@ def run(
                 measure = partial(_measure, trained, data, state, device)
                 name = f"{about['name']}-{width}-{setting.length}-{setting.pairs}"
                 records.kept(name, identity, about, setting_of_record, measure)
-    found = [r for r in records.all() if {k: r["setting"].get(k) for k in common} == common]
+    found = [r for r in records.all() if _shared(r["setting"]) == common]
     order = list(MIXERS)
     found.sort(key=lambda r: (r["model"]["width"], order.index(r["model"]["mixer"]),
                               r["model"]["name"], r["setting"]["test"]))  # fmt: skip
     _print(found)
-    _draw(found, records.folder / f"{preset.name}.png")
+    _draw(found, records.folder / _picture(preset, common))
     return found
+
+
+def _common(preset: Preset, seed: int) -> dict[str, Any]:
+    """As it is read from a record."""
+    return json.loads(json.dumps({**preset.common(), "seed": seed}))
+
+
+def _shared(setting: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in setting.items() if k not in ("train", "test", "test_sha256")}
+
+
+def _picture(preset: Preset, common: dict[str, Any]) -> str:
+    """PRESET.png for the preset's own numbers and seed 0, else with a hash of what they are."""
+    known = PRESETS.get(preset.name)
+    if known is not None and common == _common(known, seed=0):
+        return f"{preset.name}.png"
+    digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+    return f"{preset.name}-{digest[:8]}.png"
 
 
 def _config(mixer: str, width: int, preset: Preset, fields: dict[str, Any]) -> TrellisConfig:
@@ -124,9 +145,8 @@ def _train(
 def _measure(trained: Any, data: Examples, state: int, device: str) -> dict[str, Any]:
     """The accuracy, None if training diverged at every rate, and how the model was trained."""
     model, attempts, best = trained()
-    moved = Examples(*(part.to(device) for part in data))
     return {
-        "accuracy": None if model is None else accuracy(model, moved),
+        "accuracy": None if model is None else accuracy(model, data.to(device)),
         "learning_rate": None if best is None else best["learning_rate"],
         "state_size": state,
         "training": attempts,

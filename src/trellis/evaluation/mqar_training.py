@@ -19,7 +19,7 @@ from ..training.optimizer import build_optimizer
 from ..training.recipe import Recipe, TrainSection
 from ..training.schedule import learning_rate
 from .mqar import Examples, accuracy, examples, query_logits
-from .mqar_presets import Group, Preset, Source
+from .mqar_preset import Group, Preset, Source
 
 #: A batch: where its examples come from, and its number there.
 Entry = tuple[Source, int]
@@ -46,28 +46,34 @@ def train(
 ) -> Trained:
     """A model of this configuration, trained at one rate after the other until one is enough.
 
-    The best on validation is kept.
+    With preset.every_rate, at all of them. The best on validation is kept.
     """
     held_out = [
         examples(
-            source.setting, preset.vocab_size, preset.validation_examples, split="validation",
+            setting, preset.vocab_size, preset.validation_examples, split="validation",
             seed=seed, random_non_queries=preset.random_non_queries,
-        )
-        for source in group.train
+        ).to(device)
+        for setting in preset.validated(group)
     ]  # fmt: skip
-    held_out = [_to(data, device) for data in held_out]
     found = Trained(None, [], None)
     for rate in preset.learning_rates:
         model, attempt = _attempt(config, preset, group, rate, held_out, seed, device, say)
         attempts = [*found.attempts, attempt]
-        better = found.best is None or attempt["accuracy"] > found.best["accuracy"]
-        if not attempt["diverged"] and better:
+        if _is_better(attempt, found.best):
             found = Trained(model, attempts, attempt)
         else:
             found = found._replace(attempts=attempts)
-        if found.best is not None and found.best["accuracy"] > preset.stop_at:
+        enough = found.best is not None and found.best["accuracy"] > preset.stop_at
+        if enough and not preset.every_rate:
             break
     return found
+
+
+def _is_better(attempt: dict[str, Any], best: dict[str, Any] | None) -> bool:
+    """One that diverged has no accuracy, and is not."""
+    if attempt["diverged"]:
+        return False
+    return best is None or attempt["accuracy"] > best["accuracy"]
 
 
 def _attempt(
@@ -86,9 +92,10 @@ def _attempt(
         torch.manual_seed(seed)
         model = TrellisForCausalLM(config).to(device).train()
     steps = preset.steps_of(group)
+    check_every = preset.check_every or preset.epoch_of(group)
     section = TrainSection(
         steps=steps, learning_rate=rate, min_learning_rate=0.0, warmup=preset.warmup,
-        weight_decay=preset.weight_decay, clip=preset.clip, seed=seed,
+        weight_decay=preset.weight_decay, betas=list(preset.betas), seed=seed,
     )  # fmt: skip
     recipe = Recipe(train=section)
     optimizer = build_optimizer(model, section, fused=False)
@@ -98,13 +105,13 @@ def _attempt(
     for step, data in zip(range(steps), batches(preset, group, seed)):
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate(recipe, step)
-        loss = _update(model, optimizer, _to(data, device), preset.clip)
+        loss = _update(model, optimizer, data.to(device), preset.clip)
         if not math.isfinite(loss):
             diverged = True
             say(f"rate {rate:.2g}, step {step + 1}/{steps}: the loss is {loss}, given up")
             break
         losses.append(loss)
-        if (step + 1) % preset.check_every == 0 or step + 1 == steps:
+        if (step + 1) % check_every == 0 or step + 1 == steps:
             right = _mean_accuracy(model, held_out)
             mean = sum(losses) / len(losses)
             losses.clear()
@@ -123,27 +130,37 @@ def _attempt(
 
 
 def _update(
-    model: TrellisForCausalLM, optimizer: torch.optim.Optimizer, data: Examples, clip: float
+    model: TrellisForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    data: Examples,
+    clip: float | None,
 ) -> float:
     """One step; the loss before it, over the queries of the batch."""
     labels = data.labels[data.labels != IGNORED]
     loss = F.cross_entropy(query_logits(model, *data), labels)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss.item()
 
 
 def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
-    """Every training example once in an epoch, one setting in a batch, in a new order each time."""
+    """Every training example once in an epoch, one setting in a batch.
+
+    With preset.shuffle in a new order each time, else source after source.
+    """
     entries = [
         (source, number) for source in group.train for number in range(preset.batches(source))
     ]
-    easy, epoch = round(preset.easy_first * preset.steps_of(group)), 0
+    easy, epoch = preset.easy_steps(group), 0
     while True:
-        order = np.random.default_rng([seed, epoch]).permutation(len(entries))
-        for source, number in _easy_first([entries[place] for place in order], easy):
+        ordered = entries
+        if preset.shuffle:
+            order = np.random.default_rng([seed, epoch]).permutation(len(entries))
+            ordered = [entries[place] for place in order]
+        for source, number in _easy_first(ordered, easy):
             rows = preset.rows(source.setting)
             first = number * rows
             yield examples(
@@ -167,7 +184,3 @@ def _mean_accuracy(model: TrellisForCausalLM, held_out: list[Examples]) -> float
     found = [accuracy(model, data) for data in held_out]
     model.train()
     return sum(found) / len(found)
-
-
-def _to(data: Examples, device: str) -> Examples:
-    return Examples(*(part.to(device) for part in data))

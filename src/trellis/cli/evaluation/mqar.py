@@ -19,6 +19,9 @@ def mqar(
     vocab_size: Annotated[int | None, typer.Option(help="Half are keys, half values.")] = None,
     steps: Annotated[int | None, typer.Option(help="Most steps of a training.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a batch.")] = None,
+    easy_first: Annotated[
+        float | None, typer.Option(help="Share of the steps with the shortest sequences only.")
+    ] = None,
     learning_rates: Annotated[
         str | None, typer.Option(help="Tried in turn; the best on validation is tested.")
     ] = None,
@@ -40,14 +43,16 @@ def mqar(
 ) -> None:
     """Multi-query associative recall: trains small models of every mixer and tests them.
 
-    What --limit counts are test examples. Processes with different --mixers may share a folder:
-    table and figure show all results of the same preset, options and seed that are in it.
+    What --limit counts are test examples. The weights are not kept: another --limit trains again.
+    Processes with different --mixers or --widths may share a folder: table and figure show all
+    results of the same preset, options and seed that are in it. The figure is PRESET.png; other
+    options or another seed than the preset's put a hash of them into its name.
     """
     from ...evaluation import mqar_presets, mqar_task
     from ...mixers import MIXERS
     from ...mixers.registry import check_name
 
-    chosen = list(MIXERS) if mixers == "all" else mixers.split(",")
+    chosen = list(MIXERS) if mixers == "all" else [name.strip() for name in mixers.split(",")]
     for name in chosen:
         check_name(name)
     base = mqar_presets.preset(preset)
@@ -56,7 +61,7 @@ def mqar(
         learning_rates=_rates(learning_rates) if learning_rates else None,
         test_examples=min(limit, base.test_examples) if limit else None,
         heads=heads, layers=layers, vocab_size=vocab_size, steps=steps,
-        batch_tokens=batch_tokens, check_every=check_every,
+        batch_tokens=batch_tokens, easy_first=easy_first, check_every=check_every,
         random_non_queries=random_non_queries,
     )  # fmt: skip
     set_machine(threads, device)
