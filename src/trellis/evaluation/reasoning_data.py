@@ -5,10 +5,11 @@ Rows come out in the schema that lm-eval's own configuration of the task expects
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from . import jsonl
 
 #: Where the files of a task are looked for in a folder; the first that is there is taken.
 FILES = {
@@ -104,14 +105,9 @@ class _Row:
 
 def _rows(path: Path) -> list[_Row]:
     found = []
-    for number, line in enumerate(_lines(path), 1):
-        where = f"{path}:{number}"
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: this is not JSON: {error}") from error
+    for where, fields in jsonl.rows(jsonl.read_text(path), str(path)):
         if not isinstance(fields, dict):
-            raise ValueError(f"{where}: a line must be a JSON object; got {line[:60]!r}")
+            raise ValueError(f"{where}: a line must be a JSON object; got {str(fields)[:60]!r}")
         found.append(_Row(where, fields))
     if not found:
         raise ValueError(f"{path} has no items")
@@ -122,25 +118,17 @@ def _labels(path: Path, allowed: Sequence[str], count: int) -> list[str]:
     path = path.with_name(f"{path.stem}-labels.lst")
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}, the labels of the items beside it")
-    found = [line.strip() for line in _lines(path)]
-    for number, label in enumerate(found, 1):
+    found = []
+    for number, line in jsonl.lines(jsonl.read_text(path)):
+        label = line.strip()
         if label not in allowed:
             raise ValueError(
                 f"{path}:{number}: a label must be one of {', '.join(allowed)}; got {label!r}"
             )
+        found.append(label)
     if len(found) != count:
         raise ValueError(f"{path} has {len(found):,} labels for {count:,} items")
     return found
-
-
-def _lines(path: Path) -> list[str]:
-    """Lines end with \\n alone: other ends of lines may stand inside a JSON text."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
-    text = text.rstrip()
-    return text.split("\n") if text else []
 
 
 def _lambada(row: _Row) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.compression import READ_ERRORS, check_available, decompressed, optional
+from ..data.compression import optional
 from ..data.documents import form_of
 from ..data.sources import HUB, parse_hub
+from . import jsonl
+from .jsonl import Rows
 
 SETS = ("squad", "swde", "fda")
 #: The sets whose rows name what is asked for.
@@ -80,9 +82,6 @@ def load_set(name: str, source: str, limit: int | None = None) -> Set:
     return Set(name, source, form, found)
 
 
-Rows = Iterator[tuple[str, Any]]
-
-
 def _content(source: str) -> dict[str, Any] | Rows:
     """Rows with where they stand, or SQuAD's whole object."""
     if source.startswith(HUB):
@@ -97,26 +96,8 @@ def _content(source: str) -> dict[str, Any] | Rows:
     form = form_of(path.name)
     if form.kind not in ("json", "jsonl"):
         raise ValueError(f"{source} must be .jsonl, .json or .parquet, or hub:<dataset>")
-    check_available(form.compression, source)
-    try:
-        with path.open("rb") as file:
-            text = decompressed(file, form.compression).read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from error
-    except READ_ERRORS as error:
-        raise ValueError(f"{source} cannot be read: {error}") from error
-    return _lines(text, source) if form.kind == "jsonl" else _json(text, source)
-
-
-def _lines(text: str, source: str) -> Rows:
-    # Only "\n" ends a line: others, such as U+2028, may stand inside a string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{source}:{number}", json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{source}:{number}: bad JSON: {error}") from error
+    text = jsonl.read_text(path)
+    return jsonl.rows(text, source) if form.kind == "jsonl" else _json(text, source)
 
 
 def _json(text: str, source: str) -> dict[str, Any] | Rows:
@@ -125,8 +106,8 @@ def _json(text: str, source: str) -> dict[str, Any] | Rows:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            return _lines(text, source)
-        raise ValueError(f"{source}:{error.lineno}: bad JSON: {error.msg}") from error
+            return jsonl.rows(text, source)
+        raise ValueError(f"{source}:{error.lineno}: this is not JSON: {error.msg}") from error
     if isinstance(value, dict) and "data" in value:
         return value
     rows = value if isinstance(value, list) else [value]
