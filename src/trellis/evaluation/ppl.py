@@ -1,6 +1,6 @@
 """Perplexity by context length and by position.
 
-A document is the tokens of its text behind the token that ends documents. A window of L tokens
+A document is the tokens of its text behind the token that texts start with. A window of L tokens
 predicts its L next tokens, so that every token of a document is predicted once: with disjoint
 windows from at most L tokens before it; with sliding windows, which move by `stride` and count only
 their last `stride` predictions, from at least L - stride (where the document has as many).
@@ -58,6 +58,20 @@ def windows(text: Text, context: int, stride: int | None) -> Iterator[Window]:
         done = stop
 
 
+def check_stride(stride: int | None, contexts: Sequence[int]) -> None:
+    """Raises ValueError at a stride that would leave tokens out."""
+    if stride is not None and not 1 <= stride <= min(contexts):
+        raise ValueError(
+            f"--stride must be from 1 to the shortest context, {min(contexts)}; got {stride}"
+        )
+
+
+def saw_more(texts: Sequence[Text], context: int, stride: int | None, than: int) -> int:
+    """How many tokens are predicted from more than so many before them."""
+    cut = (window for text in texts for window in windows(text, context, stride))
+    return sum(max(0, len(window.ids) - 1 - max(window.first, than)) for window in cut)
+
+
 class Totals:
     """Sums of losses over positions: predictions made from exactly i + 1 tokens."""
 
@@ -110,8 +124,7 @@ def perplexity(
         ValueError: the model cannot read so much, or there is nothing to predict.
     """
     subject.check_context(context, f"a context of {context:,} tokens")
-    if stride is not None and not 1 <= stride <= context:
-        raise ValueError(f"stride must be from 1 to the context, {context}; got {stride}")
+    check_stride(stride, [context])
     cut = [window for text in texts for window in windows(text, context, stride)]
     if not cut:
         raise ValueError("there is nothing to predict: the texts have no tokens")
@@ -136,18 +149,18 @@ def token_losses(subject: Subject, rows: Sequence[Sequence[int]]) -> list[Tensor
                             reduction="none")
             for row, logits in zip(rows, subject.logits([row[:-1] for row in rows]))
         ]  # fmt: skip
-    longest = max(len(row) for row in rows) - 1
+    # Longest first, so that those that go on are always the first ones.
+    order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
     size = max(1, LOGIT_TOKENS // len(rows))
     cache = subject.model.init_cache(len(rows))
-    found: list[list[Tensor]] = [[] for _ in rows]
-    for begin in range(0, longest, size):
-        parts = [list(row[begin : begin + size + 1]) for row in rows]
-        going = [n for n, part in enumerate(parts) if len(part) > 1]
-        # Rows come longest first, so those that go on are the first ones.
+    found: list[list[Tensor]] = [[torch.empty(0, device=subject.device)] for _ in rows]
+    for begin in range(0, len(rows[order[0]]) - 1, size):
+        going = [n for n in order if len(rows[n]) > begin + 1]
         if len(going) < cache.batch_size:
             cache = cache.select(slice(0, len(going)))
-        logits = subject.go_on([parts[n][:-1] for n in going], cache)
-        for n, one in zip(going, logits):
-            target = torch.tensor(parts[n][1:], device=one.device)
+        parts = [list(rows[n][begin : begin + size + 1]) for n in going]
+        logits = subject.go_on([part[:-1] for part in parts], cache)
+        for n, part, one in zip(going, parts, logits):
+            target = torch.tensor(part[1:], device=one.device)
             found[n].append(F.cross_entropy(one.float(), target, reduction="none"))
     return [torch.cat(losses) for losses in found]

@@ -1,7 +1,7 @@
 """Results as files: what was measured, and everything needed to measure it again.
 
-A result is one JSON file per task, model and setting, named by a hash of these. The same command
-takes what is there and measures the rest.
+A result is one JSON file per task, model and setting, named by a hash of these behind the model's
+name. The same command takes what is there and measures the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import platform
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from .. import __version__
 from ..files import write_whole
 from .subject import Subject
 
+#: Raised when the code comes to measure something else: older results are measured again.
+FORMAT = 1
+
 
 class Records:
     """The results of one task in a folder."""
@@ -30,14 +34,20 @@ class Records:
         self.folder, self.task = folder / task, task
 
     def measured(
-        self, subject: Subject, setting: dict[str, Any], measure: Callable[[], dict[str, Any]]
+        self,
+        subject: Subject,
+        setting: dict[str, Any],
+        measure: Callable[[], dict[str, Any]],
+        note: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The record of this model in this setting: read if it is there, else measured and kept.
 
         `setting` holds all that the result depends on beside the model: options, seed, data hash.
+        `note` is recorded, but does not tell results apart: where data came from, for instance.
         """
-        identity = _identity(subject)
-        return self.kept(subject.name, identity, subject.about, setting, measure)
+        return self.kept(
+            subject.name, _identity(subject), subject.about, setting, measure, note=note
+        )
 
     def kept(
         self,
@@ -46,29 +56,58 @@ class Records:
         about: dict[str, Any],
         setting: dict[str, Any],
         measure: Callable[[], dict[str, Any]],
+        note: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The same for what is no Subject: `identity` tells models apart, `about` is recorded."""
-        key = {"task": self.task, "setting": setting, "model": identity}
-        path = self.folder / f"{slug(name)}-{_digest(key)}.json"
-        if path.is_file():
-            return json.loads(path.read_text())
+        """The same for what is no Subject: `identity` tells models apart, `about` is recorded.
+
+        A result is found under any name, and is returned with the name and the note of today.
+
+        Raises:
+            ValueError: the folder cannot be written, which is tried before measuring.
+        """
+        key = {"format": FORMAT, "task": self.task, "setting": setting, "model": identity}
+        digest = _digest(key)
+        today = json.loads(json.dumps({"model": about, "note": note or {}}))
+        for path in sorted(self.folder.glob(f"*-{digest}.json")):
+            return {**_read(path), **today}
+        self._check_writable()
+        made_by = provenance()
         start = time.monotonic()
         result = measure()
         record = {
+            "format": FORMAT,
             "task": self.task,
-            "model": about,
+            **today,
             "setting": setting,
             "result": result,
             "seconds": round(time.monotonic() - start, 2),
-            "made_by": provenance(),
+            "made_by": made_by,
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
-        return record
+        content = json.dumps(record, indent=1) + "\n"
+        write_whole(self.folder / f"{slug(name)}-{digest}.json", content.encode())
+        return json.loads(content)  # as it will be read
+
+    def _check_writable(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"--out must be a folder that can be written; got {self.folder.parent}: {error}"
+            ) from error
 
     def all(self) -> list[dict[str, Any]]:
-        """Every record in the folder, whoever wrote it."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+        """Every record of this format in the folder, whoever wrote it."""
+        found = [_read(path) for path in sorted(self.folder.glob("*.json"))]
+        return [record for record in found if record.get("format") == FORMAT]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, delete it to measure again: {error}") from error
 
 
 def provenance() -> dict[str, Any]:
@@ -86,7 +125,9 @@ def provenance() -> dict[str, Any]:
 
 
 def _identity(subject: Subject) -> dict[str, Any]:
-    return {name: subject.about[name] for name in ("weights_sha256", "tokenizer_sha256")}
+    """All of a model that a result may depend on; not its name, nor where it is."""
+    names = ("weights_sha256", "config_sha256", "tokenizer_sha256", "start", "end")
+    return {name: subject.about[name] for name in names}
 
 
 def _digest(key: dict[str, Any]) -> str:
@@ -99,9 +140,20 @@ def slug(name: str) -> str:
 
 
 def _commit() -> str | None:
-    folder = Path(__file__).parent
-    out = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    """None where this file is not one of a checkout of this project, or there is no git."""
+    own = Path(__file__)
+    tracked = _git("ls-files", "--full-name", "--error-unmatch", own.name)
+    if tracked != f"src/trellis/{own.parent.name}/{own.name}":
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        out = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return None
     return out.stdout.strip() if out.returncode == 0 else None

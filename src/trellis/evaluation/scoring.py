@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from .subject import Subject
 BATCH_TOKENS = 8192
 #: Logits that exist at a time, about: with a large vocabulary a batch has fewer tokens.
 LOGITS = 2**26
+#: Names that models of transformers give to what they keep of a text.
+_CACHES = ("past_key_values", "cache_params")
 Progress = Callable[[int], None]
 
 
@@ -152,6 +154,8 @@ def complete(
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for prompt in prompts:
+        if not prompt:
+            raise ValueError("a prompt must have at least one token")
         subject.check_context(len(prompt) + max_tokens, "a prompt with its answer")
     found = [""] * len(prompts)
     for batch in batches([len(prompt) + max_tokens for prompt in prompts], batch_tokens):
@@ -189,20 +193,19 @@ def _complete_ours(
 
 def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, writer: _Writer) -> None:
     """One prompt with the cache that the model brings, whatever it is."""
-    cache, ids = None, list(row)
+    cache: dict[str, Any] = {}
+    ids = list(row)
     for _ in range(max_tokens):
         # Without a cache that can be handed back, all is read again.
-        new = ids if cache is None else ids[-1:]
+        new = ids[-1:] if cache else ids
         out = subject.model(
-            torch.tensor([new], device=subject.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+            torch.tensor([new], device=subject.device), use_cache=True, logits_to_keep=1, **cache
         )
         ids.append(int(out.logits[0, -1].argmax()))
         if not writer.take(ids[-1]):
             break
-        cache = getattr(out, "past_key_values", None)
+        given = {name: getattr(out, name, None) for name in _CACHES}
+        cache = {name: value for name, value in given.items() if value is not None}
 
 
 class _Writer:
@@ -211,6 +214,7 @@ class _Writer:
     def __init__(self, subject: Subject, stops: Sequence[str], enough: Callable[[str], bool]):
         self.decoder = subject.tokenizer.stream_decoder()
         self.end = subject.tokenizer.end_of_document
+        self.known = subject.tokenizer.vocab_size
         self.stops, self.enough = stops, enough
         self.text = ""
 
@@ -218,7 +222,8 @@ class _Writer:
         """Whether the text goes on."""
         if token == self.end:
             return False
-        self.text += self.decoder.feed(token)
+        if token < self.known:  # a model may have more tokens than its tokenizer
+            self.text += self.decoder.feed(token)
         ends = [self.text.index(stop) for stop in self.stops if stop in self.text]
         if ends:
             self.text = self.text[: min(ends)]

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.tokenizer import TextTokenizer
+from ..data.tokenizer import TextTokenizer, load_tokenizer
 from ..models.cache import TrellisCache, hash_weights
 from ..models.modeling import TrellisForCausalLM
-from ..training.run import RECIPE, load_run, recipe_of
+from ..training.checkpoint import open_checkpoint
+from ..training.run import RECIPE, TOKENIZER, load_run, recipe_of
 
 #: Names that configurations give to the longest input of an attention model.
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+#: Fields of configurations that change when a model is copied; the weights tell their own type.
+_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype",
+          "torch_dtype")  # fmt: skip
+#: Tokens that a model of ours reads at a time.
+SEGMENT_TOKENS = 4096
 
 
 class Subject:
     """A model, its tokenizer, and what a result must say of them.
 
-    bounded: its state does not grow with what it reads, so texts of any length can be read in
-    segments. max_context: the most tokens that it can read, None where there is no limit.
+    max_context: the most tokens that it can read, None where there is no limit.
     bos: the token that begins texts, where the tokenizer of a model of transformers names one.
     prefix, suffix: what such a tokenizer itself puts around every text; ours put nothing there.
     """
@@ -52,20 +59,16 @@ class Subject:
             "name": name,
             "parameters": sum(p.numel() for p in model.parameters()),
             "weights_sha256": digest.hexdigest(),
+            "config_sha256": _hash_config(model.config),
             "tokenizer_sha256": tokenizer.sha256,
+            "start": self.start,
+            "end": tokenizer.end_of_document,
             **about,
         }
 
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @property
-    def bounded(self) -> bool:
-        """Whether what it keeps of a text stops growing."""
-        if not self.ours:
-            return False
-        return all(block.mixer.state_size() < float("inf") for block in self.model.model.layers)
 
     @property
     def start(self) -> list[int]:
@@ -96,13 +99,25 @@ class Subject:
 
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]]) -> tuple[list[Tensor], TrellisCache]:
-        """Logits after the last token of every row, and the states: our models only."""
+        """Logits after the last token of every row, and the states: our models only.
+
+        Rows are read in segments, so that a row of any length takes the memory of one.
+        """
         ids, mask = self._batch(rows)
         cache = self.model.init_cache(len(rows))
-        hidden = self.model.model(ids, attention_mask=mask, past_key_values=cache)
         last = mask.sum(1) - 1
-        at = hidden.last_hidden_state[torch.arange(len(rows)), last]
-        return list(self.model.lm_head(at)), cache
+        found = [torch.empty(0)] * len(rows)
+        size = max(1, SEGMENT_TOKENS // len(rows))
+        for begin in range(0, ids.shape[1], size):
+            part = slice(begin, begin + size)
+            # A row that has ended is all padding, which moves no state.
+            out = self.model.model(
+                ids[:, part], attention_mask=mask[:, part], past_key_values=cache
+            )
+            for n, place in enumerate((last - begin).tolist()):
+                if 0 <= place < size:
+                    found[n] = out.last_hidden_state[n, place].clone()
+        return list(self.model.lm_head(torch.stack(found))), cache
 
     @torch.no_grad()
     def go_on(self, rows: Sequence[Sequence[int]], cache: TrellisCache) -> list[Tensor]:
@@ -118,6 +133,41 @@ class Subject:
         lengths = torch.tensor([len(row) for row in rows])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         return ids.to(self.device), mask.to(self.device)
+
+
+def name_of(model: str) -> str:
+    """What tables call a model: the last part of its path, or of its name on the hub."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else path.name
+
+
+def look_up(model: str) -> int | None:
+    """The most tokens that a model reads, as far as can be told without loading it.
+
+    Of a folder all files are looked at; of a model of the hub, its configuration.
+
+    Raises:
+        FileNotFoundError: there is nothing of that name.
+        ValueError: what is there cannot be loaded.
+    """
+    check_exists(model)
+    path = Path(model)
+    if not path.exists():
+        return _limit(_configuration(model))
+    with _named(model):
+        if (path / RECIPE).is_file():
+            recipe_of(path)
+            load_tokenizer(path / TOKENIZER)
+            if not (path / "config.json").is_file():
+                open_checkpoint(path, verify=False)
+            return None
+        kind = _kind(path)
+        _check_weights(path)
+        if kind == "trellis":
+            load_tokenizer(path / TOKENIZER)
+            return None
+        _check_tokenizer(path)
+    return _limit(_configuration(model))
 
 
 def check_exists(model: str) -> None:
@@ -139,33 +189,89 @@ def load_subject(model: str, device: str = "cpu") -> Subject:
         FileNotFoundError: there is nothing of that name.
         ValueError: what is there cannot be loaded.
     """
+    check_exists(model)
     path = Path(model)
-    if (path / RECIPE).is_file():
-        ours, tokenizer = load_run(path, device=device)
-        recipe = recipe_of(path).as_dict()
-        return Subject(path.name, ours, tokenizer, {"path": str(path), "recipe": recipe})
-    config = path / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("model_type") == "trellis":
-        ours, tokenizer = load_run(path, device=device)
-        return Subject(path.name, ours, tokenizer, {"path": str(path)})
-    return _from_transformers(model, device)
+    about: dict[str, Any] = {"path": model}
+    with _named(model):
+        run = (path / RECIPE).is_file()
+        if run:
+            about["recipe"] = recipe_of(path).as_dict()
+        elif not path.exists() or _kind(path) != "trellis":
+            return _from_transformers(model, device)
+        ours, tokenizer = load_run(path)
+    return Subject(name_of(model), ours.to(device), tokenizer, about)
+
+
+@contextlib.contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Errors of libraries that read a model's files as ones that name the model."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the model {model} cannot be loaded: {error}") from error
+
+
+def _kind(path: Path) -> str | None:
+    config = json.loads((path / "config.json").read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"{path / 'config.json'} must hold an object; got {config!r:.40}")
+    return config.get("model_type")
+
+
+def _check_weights(path: Path) -> None:
+    """A file that was cut is found by its head alone."""
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="pt"):
+            pass
+    if not files and not any(path.glob("*.bin")):
+        raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
+
+
+def _check_tokenizer(path: Path) -> None:
+    """Of nothing at all transformers makes an empty tokenizer, without a word."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((path / name).is_file() for name in names):
+        raise FileNotFoundError(f"{path} has no tokenizer: no tokenizer.json")
+
+
+def _configuration(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise FileNotFoundError(f"there is no model {model}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the model {model} cannot be loaded: {error}") from error
 
 
 def _from_transformers(name: str, device: str) -> Subject:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    check_exists(name)
+    if Path(name).exists():
+        _check_weights(Path(name))
+        _check_tokenizer(Path(name))
     try:
-        model = AutoModelForCausalLM.from_pretrained(name).to(device)
+        model = AutoModelForCausalLM.from_pretrained(name)
         loaded = AutoTokenizer.from_pretrained(name)
     except OSError as error:
         raise FileNotFoundError(f"there is no model {name}: {error}") from error
     if not getattr(loaded, "backend_tokenizer", None):
-        raise ValueError(f"the tokenizer of {name} has no fast form (tokenizer.json)")
+        raise ValueError("its tokenizer has no fast form (tokenizer.json)")
     tokenizer = TextTokenizer(loaded.backend_tokenizer.to_str(), name)
     if loaded.eos_token_id is not None:
         tokenizer.end_of_document = loaded.eos_token_id
-    return Subject(Path(name).name, model, tokenizer, {"path": name}, loaded.bos_token_id)
+    known = model.get_input_embeddings().weight.shape[0]
+    if known < tokenizer.vocab_size:
+        raise ValueError(
+            f"its tokenizer has {tokenizer.vocab_size:,} tokens, but the model {known:,}: "
+            "it is not the one that the model was trained with"
+        )
+    about = {"path": name}
+    return Subject(name_of(name), model.to(device), tokenizer, about, loaded.bos_token_id)
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
@@ -181,3 +287,10 @@ def _around(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
 def _limit(config: Any) -> int | None:
     found = [getattr(config, name, None) for name in _LIMITS]
     return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+
+
+def _hash_config(config: Any) -> str:
+    """Of what a configuration says of the computation: not of names, versions and files."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    kept = {name: value for name, value in fields.items() if name not in _NOISE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

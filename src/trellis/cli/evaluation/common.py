@@ -37,14 +37,24 @@ def set_machine(threads: int, device: str) -> None:
         raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
 
 
-def subjects(models: list[str], threads: int = 0, device: str = "cpu") -> Iterator[Subject]:
-    """The models, one loaded at a time. All names are looked up before the first is measured."""
-    from ...evaluation.subject import check_exists, load_subject
+def subjects(
+    models: list[str], threads: int = 0, device: str = "cpu", context: int = 0
+) -> Iterator[Subject]:
+    """The models, one loaded at a time.
+
+    All are looked up before the first is measured: whether they are there, and read `context`
+    tokens.
+    """
+    from ...evaluation.subject import load_subject, look_up, name_of
 
     set_machine(threads, device)
     for model in models:
-        check_exists(model)
-    names = [Path(model).name for model in models]
+        limit = look_up(model)
+        if limit is not None and context > limit:
+            raise ValueError(
+                f"{model} reads at most {limit:,} tokens, but {context:,} are asked for"
+            )
+    names = [name_of(model) for model in models]
     for model, name in zip(models, names):
         subject = load_subject(model, device)
         if names.count(name) > 1:  # a table tells models apart by their names

@@ -33,6 +33,6 @@ def ppl(
 
     lengths = numbers("contexts", contexts)
     ppl_task.run(
-        subjects(models, threads, device), data, lengths, out,
+        subjects(models, threads, device, max(lengths)), data, lengths, out,
         stride=stride, document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens,
     )  # fmt: skip
