@@ -100,7 +100,7 @@ PRESETS = {
                 ),
             ),
             widths=(32, 64),
-            learning_rates=(1e-2, 3e-3),
+            learning_rates=(1e-2,),
             steps=1500,
             batch_tokens=2048,
             easy_first=0.4,
