@@ -1,13 +1,16 @@
 import gzip
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from tests.evaluation.helpers import ours, ruled, save_gpt2
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from trellis.data.tokenizer import load_tokenizer
+from trellis.cli import app
+from trellis.data.tokenizer import TextTokenizer, load_tokenizer
 from trellis.evaluation import recall_task
 from trellis.evaluation.recall import contains, cut_prompt, encode, measure, window
 from trellis.evaluation.recall_data import KEYED, SETS, load_set
@@ -221,6 +224,79 @@ def test_scores_and_prompts_are_those_of_lm_eval(tmp_path, task):
         assert contains(output, answers) == bool(module.contains_score(output, answers))
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_tokens_are_those_of_lm_evals_own_model(tmp_path, begins):
+    pytest.importorskip("lm_eval", reason="the eval extra is not installed")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = save_gpt2(tmp_path / "gpt2", positions=400)
+    if begins:
+        token = "<|endoftext|>"
+        special = {token: {"id": token, "ids": [256], "tokens": [token]}}
+        first = {"SpecialToken": {"id": token, "type_id": 0}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        begin = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text],
+                 "special_tokens": special}  # fmt: skip
+        inner = Tokenizer.from_str(json.dumps({**BYTES.json, "post_processor": begin}))
+        PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=token).save_pretrained(folder)
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
+    subject = load_subject(str(folder))
+    items = load_set("swde", write(tmp_path / "a.jsonl", rows("swde"))).items
+    for item, ids in zip(items, encode(subject, items, None)):
+        assert ids == theirs.tok_batch_encode([item.prompt])[0][0].tolist()
+        assert (ids[0] == 256) == begins
+    cut = encode(subject, items, 30)
+    assert [ids[begins:] for ids in cut] == [cut_prompt(item, BYTES, 30) for item in items]
+    # What stands before a text is part of what the model reads.
+    subject.max_context = max(map(len, cut)) + 48
+    assert encode(subject, items, 30) == cut
+    subject.max_context -= 1
+    with pytest.raises(ValueError, match=r"the prompt with 48 tokens of answer has"):
+        encode(subject, items, 30)
+
+
+def merging():
+    """Bytes, and every pair of letters that the texts here have, over the ends of words too."""
+    inner = Tokenizer.from_str(json.dumps(BYTES.json))
+    pairs = dict.fromkeys(pair for text in (TALK,) for pair in zip(text, text[1:]))
+    model = dict(BYTES.json["model"])
+    space = inner.pre_tokenizer.pre_tokenize_str(" ")[0][0]
+    merges = [[space if c == " " else c for c in pair] for pair in pairs]
+    model["merges"] = merges
+    model["vocab"] = {**model["vocab"], **{"".join(p): 257 + n for n, p in enumerate(merges)}}
+    return TextTokenizer(json.dumps({**BYTES.json, "model": model}), "merging")
+
+
+def lower():
+    """Bytes of small letters, so that no capital is ever read."""
+    return TextTokenizer(json.dumps({**BYTES.json, "normalizer": {"type": "Lowercase"}}), "lower")
+
+
+@pytest.mark.parametrize(
+    ("make", "least"),
+    [
+        (merging, {"red": 2, "GREEN": 5, "GREEN. C": 7, "te.": 2}),
+        (lower, {"red": 3, "GREEN": 5, "GREEN. C": 8, "te.": 3}),
+    ],
+)
+def test_the_answer_is_kept_whatever_the_tokenizer_does_to_it(tmp_path, make, least):
+    tokenizer = make()
+    text = TALK.replace("green", "GREEN")
+    for answer in least:
+        place = text.index(answer)
+        source = squad_json(tmp_path / "a.json", [(text, [("q", [(answer, place)])])])
+        (item,) = load_set("squad", source).items
+        query = tokenizer.encode(item.query).tolist()
+        held = least[answer]
+        for size in range(1, held):
+            with pytest.raises(ValueError, match=f"the answer has {held} tokens, .* into {size}:"):
+                cut_prompt(item, tokenizer, size)
+        for size in range(held, len(tokenizer.encode(text))):
+            kept = cut_prompt(item, tokenizer, size)[: -len(query)]
+            assert len(kept) == size
+            assert answer.lower() in tokenizer.decode(kept).lower()
+
+
 @pytest.mark.parametrize("mixer", ["trellis", "gpt2"])
 def test_batched_is_one_by_one(mixer, tmp_path):
     one = load_set("squad", write(tmp_path / "a.jsonl", rows("squad")))
@@ -234,8 +310,9 @@ OPTIONS = {"context_tokens": None, "batch_tokens": 4096}
 
 def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
     sources = {name: write(tmp_path / f"{name}.jsonl", rows(name)) for name in SETS}
-    subject = ruled(copy, "copier")
-    found = recall_task.run([subject, ruled(guess)], sources, tmp_path / "out", limit=2, **OPTIONS)
+    subject, other = ruled(copy, "copier"), ruled(guess)
+    other.about["weights_sha256"] = "another"
+    found = recall_task.run([subject, other], sources, tmp_path / "out", limit=2, **OPTIONS)
     shown = capsys.readouterr().out
     assert "squad (2)" in shown
     assert "average" in shown
@@ -251,6 +328,25 @@ def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
     subject.model = None  # would fail if it were asked
     again = recall_task.run([subject], sources, tmp_path / "out", limit=2, **OPTIONS)
     assert again == found[:3]
+
+
+def test_the_place_of_the_answer_is_part_of_the_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "abc" + "." * 80 + "abc"
+    options = {**OPTIONS, "context_tokens": 20, "limit": None}
+    subject = ours()
+    found = []
+    for place in (0, 83):
+        squad_json(tmp_path / "a.json", [(text, [("q", [("abc", place)])])])
+        (record,) = recall_task.run([subject], {"squad": "a.json"}, Path("out"), **options)
+        found.append(record)
+    assert len(list(Path("out/recall").glob("*.json"))) == 2
+    # A file's name as it is typed is not, nor a limit that leaves nothing out.
+    subject.model = None  # would fail if it were asked
+    again = recall_task.run(
+        [subject], {"squad": "./a.json"}, Path("out"), **{**options, "limit": 9}
+    )
+    assert again[0]["result"] == found[1]["result"]
 
 
 def test_a_limit_is_a_prefix(tmp_path):
@@ -318,7 +414,7 @@ GOOD = json.dumps(rows("fda")[0])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (f"{GOOD}\n\n{{bad", r"set.jsonl:3: bad JSON"),
+        (f"{GOOD}\n\n{{bad", r"set.jsonl:3: this is not JSON"),
         (f"{GOOD}\n[1]", r"set.jsonl:2: expected an object, got a list"),
         ('{"value": "a", "key": "b"}', r"set.jsonl:1: there is no field 'text', but 'value'"),
         ('{"text": "a", "key": "b"}', r"set.jsonl:1: there is no field 'value'"),
@@ -338,7 +434,7 @@ def test_malformed_rows_are_named(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b"[\n1,", r"a.json:2: bad JSON"),
+        ("a.json", b"[\n1,", r"a.json:2: this is not JSON"),
         ("a.json", b"[]", r"there is no item in .*a.json"),
         ("a.json", b'[{"text": "a", "value": "b"}, 3]', r"a.json: item 2: expected an object"),
         ("a.json", b'{"data": 1}', r"field 'data' must be a list, not int"),
@@ -393,7 +489,7 @@ def test_what_cannot_be_cut_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"a.jsonl:1: the text of 129 tokens cannot be cut to 50"):
         encode(ours(), one.items, 50)
     one = load_set("fda", write(tmp_path / "b.jsonl", rows("fda")))
-    with pytest.raises(ValueError, match=r"b.jsonl:1: the answer does not fit into 2 tokens"):
+    with pytest.raises(ValueError, match=r"b.jsonl:1: the answer has 3 tokens, .* into 2:"):
         encode(ours(), one.items, 2)
 
 
@@ -408,21 +504,23 @@ def test_a_text_beyond_the_model_is_an_error_before_anything_is_measured(tmp_pat
     assert recall_task.run([subject], sources, tmp_path / "out", limit=1, **options)
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("typer", reason="the command needs typer")
-    from trellis.cli import main
-
+def test_the_commands_options_reach_the_record(tmp_path):
     model = save_gpt2(tmp_path / "gpt2")
-    source = likes(tmp_path / "squad.json")
-    words = f"eval recall {model} --squad {source} --limit 2 --context-tokens 80 --out {tmp_path}/o"
-    monkeypatch.setattr(sys, "argv", ["trellis", *words.split()])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert not end.value.code
-    assert "squad (2)" in capsys.readouterr().out
-    (kept,) = (tmp_path / "o" / "recall").glob("*.json")
-    setting = json.loads(kept.read_text())["setting"]
-    assert (setting["context_tokens"], setting["items"]) == (80, 2)
+    given = {"squad": likes(tmp_path / "squad.json")}
+    given |= {name: write(tmp_path / f"{name}.jsonl", rows(name)) for name in KEYED}
+    options = [word for name, source in given.items() for word in (f"--{name}", source)]
+    result = CliRunner().invoke(app, [
+        "eval", "recall", str(model), *options, "--limit", "2", "--context-tokens", "80",
+        "--out", str(tmp_path / "out"),
+    ])  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "squad (2)" in result.output
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("recall/*.json")]
+    assert {one["setting"]["set"]: one["note"]["data"] for one in records} == given
+    for one in records:
+        assert (one["setting"]["context_tokens"], one["setting"]["items"]) == (80, 2)
+        answers = [output["answers"][0].lower() for output in one["result"]["outputs"]]
+        assert answers == COLOURS[:2]
 
 
 def test_squad_as_it_is_published():

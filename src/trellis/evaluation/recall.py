@@ -60,7 +60,8 @@ def cut_prompt(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
 
 def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
     text = item.document
-    ids = tokenizer.encode(text).tolist()
+    encoded = tokenizer.inner.encode(text, add_special_tokens=False)
+    ids = encoded.ids
     if len(ids) <= size:
         return ids
     if item.key is None and not item.query:
@@ -69,20 +70,30 @@ def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
             "field 'context' with the passage that it begins with"
         )
     # A document without the answer is cut as if the answer stood behind it.
-    first, last = item.span or (len(text), len(text))
-    begin, end = (len(tokenizer.encode(text[:place])) for place in (first, last))
-    start, stop = window(len(ids), begin, end, size)
-    kept = ids[start:stop]
-    if text[first:last] not in tokenizer.decode(kept):
+    begin, end = _tokens_of(encoded.offsets, item.span or (len(text), len(text)))
+    if end - begin > size:
         raise ValueError(
-            f"{item.where}: the answer does not fit into {size:,} tokens: give more to "
-            "--context-tokens"
+            f"{item.where}: the answer has {end - begin:,} tokens, which do not fit into {size:,}: "
+            "give more to --context-tokens"
         )
-    return kept
+    start, stop = window(len(ids), begin, end, size)
+    return ids[start:stop]
+
+
+def _tokens_of(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
+    """The tokens that hold characters of a span; none, at its place, if the tokenizer drops it."""
+    first, last = span
+    held = [n for n, (begin, end) in enumerate(offsets) if begin < last and end > first]
+    if held:
+        return held[0], held[-1] + 1
+    place = sum(end <= first for _, end in offsets)
+    return place, place
 
 
 def encode(subject: Subject, items: Sequence[Item], context_tokens: int | None) -> list[list[int]]:
     """Token ids of the prompts: whole texts, or documents cut to `context_tokens`.
+
+    Before each stands what the tokenizer puts before every text, as in lm-eval.
 
     Raises:
         ValueError: the model cannot read one of them, or it cannot be cut.
@@ -90,9 +101,11 @@ def encode(subject: Subject, items: Sequence[Item], context_tokens: int | None) 
     tokenizer = subject.tokenizer
     if context_tokens is None:
         encoded = tokenizer.encode_batch([item.prompt for item in items])
-        prompts = [ids.tolist() for ids in encoded]
+        prompts = [[*subject.prefix, *ids.tolist()] for ids in encoded]
     else:
-        prompts = [cut_prompt(item, tokenizer, context_tokens) for item in items]
+        prompts = [
+            [*subject.prefix, *cut_prompt(item, tokenizer, context_tokens)] for item in items
+        ]
     limit = subject.max_context
     for item, prompt in zip(items, prompts):
         tokens = len(prompt) + MAX_TOKENS

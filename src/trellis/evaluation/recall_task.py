@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,17 +41,17 @@ def run(
         prompts = [encode(subject, one.items, context_tokens) for one in sets]
         for one, setting, encoded in zip(sets, settings, prompts):
             task = partial(_measure, subject, one, encoded, batch_tokens)
-            found.append(records.measured(subject, setting, task))
+            found.append(records.measured(subject, setting, task, note={"data": one.source}))
     _print(found, sets, context_tokens)
     return found
 
 
 def _setting(one: Set, context_tokens: int | None) -> dict[str, Any]:
-    content = [part for i in one.items for part in (i.document, i.query, i.key or "", *i.answers)]
+    # Everything but where items stand. The answer's place matters: documents are cut around it.
+    content = [json.dumps(item[1:]) for item in one.items]
     return {
         "set": one.name,
         "form": one.form,
-        "data": one.source,
         "data_sha256": hash_of(content),
         "items": len(one.items),
         "context_tokens": context_tokens,
