@@ -311,7 +311,7 @@ def test_the_hub_is_asked_where_there_is_no_folder(data, tmp_path, monkeypatch):
     subject = ours()
     (theirs,) = run(subject, None, tmp_path, tasks=["piqa"])
     (local,) = run(subject, data, tmp_path, tasks=["piqa"])
-    assert theirs["setting"]["data"] == "hub:baber/piqa"
+    assert theirs["note"]["data"] == "hub:baber/piqa"
     assert theirs["result"] == local["result"]
 
     def fail(**_):
@@ -368,6 +368,9 @@ def test_a_limit_is_a_prefix(data, tmp_path):
     assert part["result"]["items"] == 2
     for one, expected in zip(part["result"]["likelihoods"], whole["result"]["likelihoods"]):
         assert one == pytest.approx(expected, rel=1e-5)
+    subject.model = None  # a limit that leaves nothing out is none: nothing is measured again
+    assert run(subject, data, tmp_path, tasks=["hellaswag"], limit=100) == [whole]
+    assert (whole["setting"]["items"], part["setting"]["items"]) == (4, 2)
 
 
 def test_tasks_without_files_are_left_out_or_errors(cleaned, tmp_path, capsys):

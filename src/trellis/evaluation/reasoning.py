@@ -87,8 +87,13 @@ def _dataset(split: str, rows: list[dict[str, Any]]) -> Callable[..., dict[str, 
     return load
 
 
-def about(task: Any, source: str | None = None) -> dict[str, Any]:
-    """What a result must say of a task: lm-eval and the version of the task, and the data."""
+def source_of(task: Any, items: Items | None = None) -> str:
+    """Where a task's data come from: the name of a file, or of a dataset of the hub."""
+    return items.source if items else f"hub:{task.config.dataset_path}"
+
+
+def about(task: Any, limit: int | None = None) -> dict[str, Any]:
+    """What the result of a task depends on: lm-eval, the task's version, the data."""
     import lm_eval
 
     config = task.config
@@ -98,8 +103,8 @@ def about(task: Any, source: str | None = None) -> dict[str, Any]:
         "lm_eval": lm_eval.__version__,
         "version": task.VERSION,
         "few_shot": 0,
-        "data": source or f"hub:{config.dataset_path}",
         "data_sha256": hash_of(rows),
+        "items": len(rows) if limit is None else min(limit, len(rows)),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from . import reasoning_data
 from .lm_eval_model import TrellisLM
 from .output import print_table
-from .reasoning import TASKS, about, average, build, measure
+from .reasoning import TASKS, about, average, build, measure, source_of
 from .reasoning_data import FILES, Items
 from .record import Records
 from .subject import Subject
@@ -38,16 +38,15 @@ def run(
     if local is not None:
         names = list(local)
     built = build(names, local)
-    settings = {
-        name: {**about(built[name], local[name].source if local else None), "limit": limit}
-        for name in names
-    }
+    settings = {name: about(built[name], limit) for name in names}
+    sources = {name: source_of(built[name], local[name] if local else None) for name in names}
     records = Records(out, "reasoning")
     found = []
     for subject in subjects:
         for name in names:
             work = partial(_measure, subject, built[name], limit, batch_tokens)
-            found.append(records.measured(subject, {"task": name, **settings[name]}, work))
+            setting, note = {"task": name, **settings[name]}, {"data": sources[name]}
+            found.append(records.measured(subject, setting, work, note=note))
     _print(found, names)
     return found
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import names
 from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Models, Out, Threads, subjects
 
 
@@ -33,6 +34,6 @@ def reasoning(
 
     reasoning_task.run(
         subjects(models, threads, device), out,
-        data=data, tasks=None if tasks is None else tasks.split(","),
+        data=data, tasks=None if tasks is None else names(tasks),
         limit=limit, batch_tokens=batch_tokens,
     )  # fmt: skip
