@@ -15,7 +15,6 @@ from ..data.needles import ANSWER_TOKENS, Needles
 from .scoring import BATCH_TOKENS, Progress, complete
 from .subject import Subject
 
-DEPTHS = tuple(range(0, 101, 10))
 #: Prompts whose tokens exist at a time hold about as many.
 _PROMPT_TOKENS = 2**20
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -33,7 +32,7 @@ def retrieve(
     length: int,
     items: int,
     *,
-    depths: Sequence[int] | None = DEPTHS,
+    depths: Sequence[int] | None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> dict[str, Any]:
@@ -85,14 +84,15 @@ def _answered(values: Sequence[str]) -> Callable[[int, str], bool]:
 
 def check_length(subject: Subject, length: int) -> None:
     """Raises ValueError if the model cannot read so much."""
-    subject.check_context(length, f"a length of {length:,}")
+    subject.check_context(length, "a prompt with its answer")
 
 
 def by_depth(answers: Sequence[dict[str, Any]], exact: bool) -> list[dict[str, Any]]:
     """Right answers and items at every depth, or near every tenth of the text."""
     found: dict[float, list[bool]] = {}
     for answer in answers:
-        depth = answer["depth"] if exact else 10 * round(answer["depth"] / 10)
+        # Halves go up: round() takes them to even tenths.
+        depth = answer["depth"] if exact else 10 * int(answer["depth"] / 10 + 0.5)
         found.setdefault(depth, []).append(answer["correct"])
     return [
         {"depth": depth, "correct": sum(found[depth]), "items": len(found[depth])}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import numbers
+from ..options import names, numbers
 from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Models, Out, Threads, subjects
 
 
@@ -37,24 +37,12 @@ def niah(
     """Needles in a haystack (RULER's S-NIAH): accuracy by length and depth."""
     from ...evaluation import niah_task
 
+    places = None
+    if depths != "random":
+        places = numbers("depths", depths, least=0, most=100, instead="random")
+    tokens = numbers("lengths", lengths)
     niah_task.run(
-        subjects(models, threads, device), haystack or ["stdlib"], variants.split(","),
-        numbers("lengths", lengths), out,
-        items=items, depths=_depths(depths), limit=limit, seed=seed, batch_tokens=batch_tokens,
+        subjects(models, threads, device, context=max(tokens)), haystack or ["stdlib"],
+        names(variants), tokens, out,
+        items=items, depths=places, limit=limit, seed=seed, batch_tokens=batch_tokens,
     )  # fmt: skip
-
-
-def _depths(text: str) -> list[int] | None:
-    """None for random ones."""
-    if text == "random":
-        return None
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [-1]
-    if min(found) < 0 or max(found) > 100:
-        raise ValueError(
-            f"--depths must be whole numbers from 0 to 100 separated by commas, or random; "
-            f"got {text!r}"
-        )
-    return found
