@@ -2,8 +2,9 @@ import pytest
 import torch
 from tests.evaluation.helpers import ours, save_gpt2
 
+from trellis.evaluation.model_files import check_exists
 from trellis.evaluation.scoring import batches, complete, score
-from trellis.evaluation.subject import check_exists, load_subject
+from trellis.evaluation.subject import load_subject
 
 CONTEXT = b"the cat sat on the "
 REQUESTS = [

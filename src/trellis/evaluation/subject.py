@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.tokenizer import TextTokenizer, load_tokenizer
+from ..data.tokenizer import TextTokenizer
 from ..models.cache import TrellisCache, hash_weights
 from ..models.modeling import TrellisForCausalLM
-from ..training.checkpoint import open_checkpoint
-from ..training.run import RECIPE, TOKENIZER, load_run, recipe_of
+from ..training.run import RECIPE, load_run, recipe_of
+from .model_files import (
+    check_exists,
+    check_sizes,
+    check_weights,
+    kind_of,
+    limit_of,
+    name_of,
+    named,
+    tokenizer_of,
+)  # fmt: skip
 
-#: Names that configurations give to the longest input of an attention model.
-_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 #: Fields of configurations that change when a model is copied; the weights tell their own type.
 _NOISE = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype",
           "torch_dtype")  # fmt: skip
@@ -53,7 +58,7 @@ class Subject:
         self.ours = isinstance(model, TrellisForCausalLM)
         self.bos = bos
         self.prefix, self.suffix = ([], []) if self.ours else _around(tokenizer)
-        self.max_context = None if self.ours else _limit(model.config)
+        self.max_context = None if self.ours else limit_of(model.config)
         #: What a result must say to be repeated.
         self.about = {
             "name": name,
@@ -135,53 +140,6 @@ class Subject:
         return ids.to(self.device), mask.to(self.device)
 
 
-def name_of(model: str) -> str:
-    """What tables call a model: the last part of its path, or of its name on the hub."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else path.name
-
-
-def look_up(model: str) -> int | None:
-    """The most tokens that a model reads, as far as can be told without loading it.
-
-    Of a folder all files are looked at; of a model of the hub, its configuration.
-
-    Raises:
-        FileNotFoundError: there is nothing of that name.
-        ValueError: what is there cannot be loaded.
-    """
-    check_exists(model)
-    path = Path(model)
-    if not path.exists():
-        return _limit(_configuration(model))
-    with _named(model):
-        if (path / RECIPE).is_file():
-            recipe_of(path)
-            load_tokenizer(path / TOKENIZER)
-            if not (path / "config.json").is_file():
-                open_checkpoint(path, verify=False)
-            return None
-        kind = _kind(path)
-        _check_weights(path)
-        if kind == "trellis":
-            load_tokenizer(path / TOKENIZER)
-            return None
-        _check_tokenizer(path)
-    return _limit(_configuration(model))
-
-
-def check_exists(model: str) -> None:
-    """Raises FileNotFoundError at a path that holds no model; names of the hub may pass."""
-    path = Path(model)
-    if path.exists():
-        if not (path / RECIPE).is_file() and not (path / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{model} is neither a run nor a model: it has no {RECIPE} and no config.json"
-            )
-    elif model.count("/") > 1 or model.startswith((".", "/")):
-        raise FileNotFoundError(f"there is no run and no model at {model}")
-
-
 def load_subject(model: str, device: str = "cpu") -> Subject:
     """A run's folder, a folder that `trellis export` wrote, or a model of transformers.
 
@@ -192,86 +150,30 @@ def load_subject(model: str, device: str = "cpu") -> Subject:
     check_exists(model)
     path = Path(model)
     about: dict[str, Any] = {"path": model}
-    with _named(model):
+    with named(model):
         run = (path / RECIPE).is_file()
         if run:
             about["recipe"] = recipe_of(path).as_dict()
-        elif not path.exists() or _kind(path) != "trellis":
+        elif not path.exists() or kind_of(path) != "trellis":
             return _from_transformers(model, device)
+        if not run:
+            check_weights(path)
         ours, tokenizer = load_run(path)
     return Subject(name_of(model), ours.to(device), tokenizer, about)
 
 
-@contextlib.contextmanager
-def _named(model: str) -> Iterator[None]:
-    """Errors of libraries that read a model's files as ones that name the model."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the model {model} cannot be loaded: {error}") from error
-
-
-def _kind(path: Path) -> str | None:
-    config = json.loads((path / "config.json").read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{path / 'config.json'} must hold an object; got {config!r:.40}")
-    return config.get("model_type")
-
-
-def _check_weights(path: Path) -> None:
-    """A file that was cut is found by its head alone."""
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        with safe_open(file, framework="pt"):
-            pass
-    if not files and not any(path.glob("*.bin")):
-        raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
-
-
-def _check_tokenizer(path: Path) -> None:
-    """Of nothing at all transformers makes an empty tokenizer, without a word."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if not any((path / name).is_file() for name in names):
-        raise FileNotFoundError(f"{path} has no tokenizer: no tokenizer.json")
-
-
-def _configuration(model: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model)
-    except OSError as error:
-        raise FileNotFoundError(f"there is no model {model}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the model {model} cannot be loaded: {error}") from error
-
-
 def _from_transformers(name: str, device: str) -> Subject:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     if Path(name).exists():
-        _check_weights(Path(name))
-        _check_tokenizer(Path(name))
+        check_weights(Path(name))
+    tokenizer, bos = tokenizer_of(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(name)
-        loaded = AutoTokenizer.from_pretrained(name)
     except OSError as error:
         raise FileNotFoundError(f"there is no model {name}: {error}") from error
-    if not getattr(loaded, "backend_tokenizer", None):
-        raise ValueError("its tokenizer has no fast form (tokenizer.json)")
-    tokenizer = TextTokenizer(loaded.backend_tokenizer.to_str(), name)
-    if loaded.eos_token_id is not None:
-        tokenizer.end_of_document = loaded.eos_token_id
-    known = model.get_input_embeddings().weight.shape[0]
-    if known < tokenizer.vocab_size:
-        raise ValueError(
-            f"its tokenizer has {tokenizer.vocab_size:,} tokens, but the model {known:,}: "
-            "it is not the one that the model was trained with"
-        )
-    about = {"path": name}
-    return Subject(name_of(name), model.to(device), tokenizer, about, loaded.bos_token_id)
+    check_sizes(tokenizer, model.get_input_embeddings().weight.shape[0])
+    return Subject(name_of(name), model.to(device), tokenizer, {"path": name}, bos)
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
@@ -282,11 +184,6 @@ def _around(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
         if text and whole[place : place + len(text)] == text:
             return whole[:place], whole[place + len(text) :]
     return [], []
-
-
-def _limit(config: Any) -> int | None:
-    found = [getattr(config, name, None) for name in _LIMITS]
-    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
 
 
 def _hash_config(config: Any) -> str:

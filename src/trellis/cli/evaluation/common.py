@@ -45,7 +45,8 @@ def subjects(
     All are looked up before the first is measured: whether they are there, and read `context`
     tokens.
     """
-    from ...evaluation.subject import load_subject, look_up, name_of
+    from ...evaluation.model_files import look_up, name_of
+    from ...evaluation.subject import load_subject
 
     set_machine(threads, device)
     for model in models:
