@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.evaluation.helpers import ours, save_gpt2
+from typer.testing import CliRunner
 
+from trellis.cli import app
 from trellis.evaluation import ppl_task
-from trellis.evaluation.ppl import encode, perplexity, windows
+from trellis.evaluation.ppl import encode, perplexity, saw_more, token_losses, windows
 from trellis.evaluation.subject import load_subject
 
 TEXTS = ["It was the best of times, it was the worst of times. " * 3, "Call me Ishmael.", "x"]
@@ -92,6 +94,64 @@ def test_a_context_beyond_the_model_is_an_error(tmp_path):
     subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=64)))
     with pytest.raises(ValueError, match=r"a context of 100 tokens.*gpt2 reads at most 64"):
         perplexity(subject, [encode(subject, "text")], 100)
+
+
+def test_rows_may_come_in_any_order(subject, monkeypatch):
+    monkeypatch.setattr("trellis.evaluation.ppl.LOGIT_TOKENS", 12)
+    rows = [encode(subject, text).ids for text in ("x", TEXTS[0], "", TEXTS[1])]
+    if not subject.ours:
+        rows.pop(2)  # a model of transformers reads at least one token
+    found = token_losses(subject, rows)
+    for row, losses in zip(rows, found):
+        assert len(losses) == len(row) - 1
+        if len(row) > 1:
+            (alone,) = token_losses(subject, [row])
+            torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bad_context_or_stride_is_an_error_before_anything_is_measured(tmp_path):
+    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=64)))
+    (tmp_path / "text").write_text(TEXTS[0])
+    data, out = [str(tmp_path / "text")], tmp_path / "out"
+    options = {"document_bytes": None, "limit": None, "batch_tokens": 4096}
+    with pytest.raises(ValueError, match=r"a context of 100 tokens.*gpt2 reads at most 64"):
+        ppl_task.run([subject], data, [16, 100], out, stride=None, **options)
+    with pytest.raises(ValueError, match=r"--stride must be from 1 to the shortest context, 16"):
+        ppl_task.run(None, ["nowhere"], [64, 16], out, stride=17, **options)
+    assert not out.exists()
+
+
+def test_figures_that_cannot_be_drawn_are_an_error_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = {"stride": None, "document_bytes": None, "limit": None, "batch_tokens": 4096}
+    with pytest.raises(ModuleNotFoundError, match=r"trellis-memory\[plots\]"):
+        ppl_task.run(None, ["nowhere"], [16], None, **options)
+
+
+@pytest.mark.parametrize("stride", [None, 4])
+def test_predictions_from_more_tokens_than_a_shorter_context_has(stride):
+    texts = [encode(ours(), text) for text in ("a" * 10, "b" * 25, "c" * 3)]
+    seen = [
+        place + 1
+        for text in texts
+        for window in windows(text, 16, stride)
+        for place in range(window.first, len(window.ids) - 1)
+    ]
+    for than in (0, 8, 15, 16):
+        assert saw_more(texts, 16, stride, than) == sum(one > than for one in seen)
+
+
+def test_the_command_line(tmp_path):
+    gpt2 = str(save_gpt2(tmp_path / "gpt2", positions=128))
+    (tmp_path / "text").write_text(TEXTS[1] * 2)
+    command = ["eval", "ppl", gpt2, "--data", str(tmp_path / "text"), "--out", str(tmp_path)]
+    out = CliRunner().invoke(app, [*command, "--contexts", "16,64,128"])
+    assert out.exit_code == 0, out.exception
+    assert "gpt2, context 64: 16 of 32 tokens are predicted from more than 16" in out.stdout
+    assert "gpt2: 128 tokens of context are no more than 64" in out.stdout
+    assert len(list((tmp_path / "ppl").glob("gpt2-*.json"))) == 3
+    out = CliRunner().invoke(app, [*command, "--contexts", "16,256"])
+    assert "reads at most 128 tokens, but 256 are asked for" in str(out.exception)
 
 
 def test_nothing_to_predict_is_an_error():

@@ -7,7 +7,10 @@ import tokenizers
 import torch
 from tests.evaluation.helpers import ours, save_gpt2
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from trellis.cli import app
+from trellis.evaluation.ppl import encode
 from trellis.evaluation.reasoning_data import FILES, find, read
 from trellis.evaluation.subject import load_subject
 
@@ -284,6 +287,62 @@ def test_a_whole_text_in_windows_is_that_of_lm_evals_own_model(gpt2, monkeypatch
     assert model.loglikelihood_rolling(texts) == pytest.approx(expected, abs=1e-4)
 
 
+def save_with(folder, names, template=None):
+    """A model whose tokenizer has special tokens of these names, and puts some around texts."""
+    folder = save_gpt2(folder, positions=24)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(list(names.values()))
+    if template:
+        ids = [(name, inner.token_to_id(name)) for name in names.values()]
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=ids
+        )
+    PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    model.resize_token_embeddings(inner.get_vocab_size(), mean_resizing=False)
+    torch.nn.init.normal_(model.transformer.wte.weight, std=0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+BOTH = {"bos_token": "<s>", "eos_token": "</s>"}
+TOKENIZERS = {
+    "adds bos": (BOTH, "<s> $A", ["<s>"]),
+    "has bos": (BOTH, None, []),
+    "only eos": ({"eos_token": "</s>"}, None, []),
+    "adds a suffix": (BOTH, "$A <s>", []),
+}
+
+
+@pytest.mark.parametrize("which", TOKENIZERS)
+def test_texts_start_as_with_lm_evals_own_model(tmp_path, which):
+    names, template, prefix = TOKENIZERS[which]
+    path = save_with(tmp_path / "model", names, template)
+    subject, theirs = load_subject(path), by_hf(path)
+    model = wrapped(subject)
+    assert [subject.tokenizer.inner.id_to_token(i) for i in subject.prefix] == prefix
+    assert subject.start == [model.prefix_token_id] == [theirs.prefix_token_id]
+    assert encode(subject, "text").ids == [theirs.prefix_token_id, *b"text"]
+    for text in ("", "a text"):
+        assert model.tok_encode(text) == theirs.tok_encode(text)
+    texts = asked(("It was the best of times, it was the worst of times.",), ("short",))
+    expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert model.loglikelihood_rolling(texts) == pytest.approx(expected, abs=1e-4)
+    pairs = asked(("", "whole"), ("a b", " c d"))
+    expected = theirs.loglikelihood(pairs, disable_tqdm=True)
+    for found, other in zip(model.loglikelihood(pairs), expected):
+        assert found == (pytest.approx(other[0], abs=1e-4), other[1])
+
+
+def test_our_models_put_nothing_before_texts():
+    subject = ours()
+    subject.tokenizer.inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    again = type(subject)("again", subject.model, subject.tokenizer, {})
+    assert (again.prefix, again.start) == ([], [256])
+
+
 @pytest.mark.parametrize("which", ["trellis", "gpt2"])
 def test_text_is_written_up_to_the_first_of_several_stops(which, gpt2):
     subject = load_subject(gpt2) if which == "gpt2" else ours(which)
@@ -359,6 +418,17 @@ def test_the_command_prints_the_papers_table_and_does_not_repeat(data, tmp_path,
     assert all(json.loads(path.read_text())["setting"]["data_sha256"] for path in kept)
     subject.model = None  # would fail if it were asked
     assert run(subject, data, tmp_path) == first
+
+
+def test_the_command(data, gpt2, tmp_path, offline):
+    command = ["eval", "reasoning", gpt2, "--data", str(data), "--out", str(tmp_path)]
+    command += ["--tasks", "piqa,siqa", "--limit", "2"]
+    out = CliRunner().invoke(app, command)
+    assert out.exit_code == 0, out.exception
+    assert "PIQA" in out.stdout
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "reasoning").glob("*.json")]
+    assert {record["setting"]["task"] for record in kept} == {"piqa", "siqa"}
+    assert all(record["result"]["items"] == 2 for record in kept)
 
 
 def test_a_limit_is_a_prefix(data, tmp_path):

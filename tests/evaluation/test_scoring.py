@@ -1,10 +1,12 @@
 import pytest
 import torch
-from tests.evaluation.helpers import ours, save_gpt2
+from tests.evaluation.helpers import RuleModel, ours, save_gpt2
+from transformers import MambaConfig, MambaForCausalLM
 
+from trellis.data.tokenizer import load_tokenizer
 from trellis.evaluation.model_files import check_exists
 from trellis.evaluation.scoring import batches, complete, score
-from trellis.evaluation.subject import load_subject
+from trellis.evaluation.subject import Subject, load_subject
 
 CONTEXT = b"the cat sat on the "
 REQUESTS = [
@@ -87,10 +89,41 @@ def test_a_completion_ends_as_soon_as_enough_is_known(subject):
     assert whole[1].startswith(cut[1])
 
 
+def test_tokens_that_the_tokenizer_does_not_know_are_no_text():
+    vocabulary = load_tokenizer("bytes").vocab_size
+    following = {"a": vocabulary + 3, vocabulary + 3: "b", "b": vocabulary}
+    by_id = {ord(k) if isinstance(k, str) else k: v for k, v in following.items()}
+    rule = {k: ord(v) if isinstance(v, str) else v for k, v in by_id.items()}
+    model = RuleModel(lambda ids: rule.get(ids[-1], ord("c")), vocabulary + 10)
+    subject = Subject("wide", model, load_tokenizer("bytes"), {})
+    assert complete(subject, [list(b"a")], max_tokens=4) == ["bc"]
+
+
+def test_a_prompt_is_read_once_whatever_a_model_calls_its_cache():
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.5
+    )
+    subject = Subject("mamba", MambaForCausalLM(config), load_tokenizer("bytes"), {})
+    ids = list(b"once upon")
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(subject.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    read = []
+    subject.model.backbone.embeddings.register_forward_pre_hook(
+        lambda _, args: read.append(args[0].shape[1])
+    )
+    (text,) = complete(subject, [list(b"once upon")], max_tokens=6)
+    assert read == [9, 1, 1, 1, 1, 1]
+    assert text == subject.tokenizer.stream_decoder().feed(ids[9:])
+
+
 def test_bad_requests_are_named(tmp_path):
     subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=10)))
     with pytest.raises(ValueError, match="at least one token each"):
         score(subject, [([], [1])])
+    with pytest.raises(ValueError, match="a prompt must have at least one token"):
+        complete(subject, [[]], max_tokens=1)
     with pytest.raises(ValueError, match=r"a request has 12 tokens.*reads at most 10"):
         score(subject, [([1] * 8, [1] * 5)])
     with pytest.raises(ValueError, match=r"a prompt with its answer has 18 tokens"):
