@@ -11,10 +11,10 @@ ROWS = [[name, *(f"{n}.{n:05d}" for n in range(16))] for name in ("a[bold]", "m[
 
 
 @pytest.fixture
-def terminal(monkeypatch, capsys):
-    """A terminal of 80 columns; what is printed comes through capsys."""
+def terminal(monkeypatch):
+    """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(output, "_on_terminal", lambda: True)
 
 
 def test_a_wide_table_is_several_whole_ones(terminal, capsys):

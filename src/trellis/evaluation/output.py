@@ -23,8 +23,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: s
     several tables, each with the first column before them."""
     columns = [[str(head), *(str(row[n]) for row in rows)] for n, head in enumerate(heads)]
     widths = [max(_width(cell) for cell in column) for column in columns]
-    console = Console()
-    room = console.width if sys.stdout.isatty() else sum(widths) + _BORDER * len(widths) + 1
+    room = Console().width if _on_terminal() else sum(widths) + _BORDER * len(widths) + 1
     for group in _fitting(widths, room):
         chosen = [columns[n] for n in group]
         table = Table(title=Text(title) if title else None)
@@ -34,6 +33,10 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: s
             table.add_row(*map(Text, cells))  # as it is: a name may have brackets
         needed = sum(widths[n] for n in group) + _BORDER * len(group) + 1
         Console(width=max(room, needed)).print(table)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _width(cell: str) -> int:
