@@ -1,18 +1,23 @@
+import contextlib
 import json
 import math
 import shutil
 
+import matplotlib.pyplot as plt
 import pytest
 from tests.training.helpers import make_corpus, recipe
+from typer.testing import CliRunner
 
-from trellis.evaluation import scaling_task
+from trellis.cli import app
+from trellis.data import prepare_corpus
+from trellis.evaluation import scaling_picture, scaling_task
 from trellis.evaluation.ppl import encode, perplexity
-from trellis.evaluation.scaling import Training, contexts_of, fit, read_training
+from trellis.evaluation.scaling import Training, contexts_of, fit, read_training, variants
 from trellis.evaluation.subject import load_subject
 from trellis.evaluation.texts import documents
 from trellis.training import loop
 from trellis.training.metrics import read_metrics
-from trellis.training.run import export, train
+from trellis.training.run import export, load_run, train
 
 #: Steps of a run, and where it validates.
 STEPS, EVERY = 6, 3
@@ -70,34 +75,90 @@ def test_contexts_follow_the_records_of_a_schedule_that_was_changed(corpus):
     assert contexts_of(longer, records, 12) == [8] * 3 + [32] * 9
 
 
-def test_a_run_is_a_curve_of_its_validations(runs, tmp_path, capsys):
+@pytest.fixture
+def drawn(monkeypatch):
+    """Axes of figures that would be written."""
+    kept = []
+
+    @contextlib.contextmanager
+    def figure(path, **options):
+        whole, axis = plt.subplots(layout="constrained", **options)
+        kept.append(axis)
+        yield axis
+        whole.canvas.draw()
+
+    monkeypatch.setattr(scaling_picture, "figure", figure)
+    yield kept
+    plt.close("all")
+
+
+def test_a_run_is_a_curve_of_its_validations(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scaling_task, "load_run", None)  # no weights are needed
     result = scaling_task.run(runs, tmp_path)
     out = capsys.readouterr().out
-    for run, record in zip(runs, result["runs"]):
+    for run, row in zip(runs, result["runs"]):
         recorded = [r for r in read_metrics(run) if "validation_loss" in r]
-        curve = record["result"]["curve"]
+        curve = row["curve"]
         assert [point["step"] for point in curve] == [3, 6]
         assert [p["perplexity"] for p in curve] == [r["validation_perplexity"] for r in recorded]
         assert [point["flops"] for point in curve] == read_training(run).flops[3::3]
-        assert record["result"]["final"] == curve[-1]
-        assert record["model"]["recipe"]["train"]["steps"] == STEPS
-        assert record["setting"]["validation"]["corpus"]
+        assert row["final"] == curve[-1]
+        assert row["recipe"]["train"]["steps"] == STEPS
+        assert row["parameters"] == read_training(run).parameters
         final = curve[-1]
-        row = next(line for line in out.splitlines() if run.name in line)
+        line = next(line for line in out.splitlines() if run.name in line)
         for cell in ("768", f"{final['flops']:.3e}", f"{final['perplexity']:.3f}"):
-            assert cell in row
-    folder = tmp_path / "scaling"
-    assert (folder / "scaling.png").stat().st_size > 1000
-    kept = json.loads((folder / "scaling.json").read_text())
+            assert cell in line
+    (numbers,) = tmp_path.glob("scaling-*.json")
+    assert numbers.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    kept = json.loads(numbers.read_text())
     assert kept == result
     assert kept["fits"] == {}  # one run per mixer
     assert kept["made_by"]["torch"]
+    assert not (tmp_path / "scaling").exists()  # there is nothing to measure once only
+
+    # Another set, or another unit, has a file of its own; a run that is named twice is one.
+    scaling_task.run([*runs[:1], runs[0] / ".", *runs[:1]], tmp_path)
+    scaling_task.run(runs, tmp_path, bits_per_byte=True)
+    scaling_task.run(runs[::-1], tmp_path)
+    files = list(tmp_path.glob("scaling-*.json"))
+    assert len(files) == 3
+    assert sorted(len(json.loads(file.read_text())["runs"]) for file in files) == [1, 2, 2]
 
 
-def test_records_are_not_made_again(runs, tmp_path, monkeypatch):
-    first = scaling_task.run(runs, tmp_path)
-    monkeypatch.setattr(Training, "curve", None)  # would fail if it were called
-    assert scaling_task.run(runs, tmp_path)["runs"] == first["runs"]
+def test_flops_are_counted_anew(runs, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("Call me Ishmael.")
+    for options in ({}, {"data": [str(text)], "context": 8}):
+        first = scaling_task.run(runs, tmp_path, **options)["runs"]
+        with monkeypatch.context() as patch:
+            patch.setattr("trellis.evaluation.scaling.training_flops", lambda *_: 1.0)
+            second = scaling_task.run(runs, tmp_path, **options)["runs"]
+        assert [row["final"]["flops"] for row in second] == [6 * 4 * 32] * 2
+        assert [r["final"]["loss"] for r in first] == [r["final"]["loss"] for r in second]
+
+
+def test_the_figure_has_the_numbers(runs, tmp_path, drawn):
+    for options, unit, label in (
+        ({}, "perplexity", "perplexity per token"),
+        ({"bits_per_byte": True}, "bits_per_byte", "bits per byte"),
+    ):
+        rows = scaling_task.run(runs, tmp_path, **options)["runs"]
+        axis = drawn.pop()
+        assert (axis.get_ylabel(), axis.get_xlabel()) == (label, "training FLOPs")
+        assert "large dots: a run's end" in axis.get_title("left")
+        assert "all runs of a mixer" not in axis.get_title("left")
+        lines = axis.get_lines()
+        assert [line.get_label() for line in lines[1::2]] == ["linear_attention", "transformer"]
+        for row, curve, final in zip(rows, lines[::2], lines[1::2]):
+            assert list(curve.get_xdata()) == [point["flops"] for point in row["curve"]]
+            assert list(curve.get_ydata()) == [point[unit] for point in row["curve"]]
+            assert final.get_xydata().tolist() == [[row["final"]["flops"], row["final"][unit]]]
+        low, high = axis.get_ylim()
+        ticks = [tick for tick in axis.get_yticks() if low <= tick <= high]
+        assert 4 <= len(ticks) <= 14
+        assert all(float(label.get_text()) > 0 for label in axis.get_yticklabels())
+        assert axis.get_legend() is None  # it stands beside the curves
 
 
 def test_data_measures_the_newest_checkpoint_as_ppl_does(runs, tmp_path, monkeypatch):
@@ -105,16 +166,54 @@ def test_data_measures_the_newest_checkpoint_as_ppl_does(runs, tmp_path, monkeyp
     text.write_text("It was the best of times, it was the worst of times.\n" * 4)
     options = {"data": [str(text)], "context": 40}
     result = scaling_task.run(runs, tmp_path / "out", **options)
-    for run, record in zip(runs, result["runs"]):
+    for run, row in zip(runs, result["runs"]):
         subject = load_subject(str(run))
         texts = [encode(subject, one) for one in documents([str(text)])]
-        final = record["result"]["final"]
+        final = row["final"]
         assert final["loss"] == perplexity(subject, texts, 40)["loss"]
         assert final["perplexity"] == pytest.approx(math.exp(final["loss"]))
         assert final["flops"] == read_training(run).flops[STEPS]
-        assert record["setting"]["data_sha256"]
+        assert row["setting"]["windows"] == "disjoint"
+        assert row["weights_sha256"] == subject.about["weights_sha256"]
+    assert len(list((tmp_path / "out" / "scaling").glob("*.json"))) == 2
     monkeypatch.setattr(scaling_task, "perplexity", None)
     assert scaling_task.run(runs, tmp_path / "out", **options)["runs"] == result["runs"]
+
+
+def test_limit_and_document_bytes_cut_the_data(runs, tmp_path):
+    text = tmp_path / "text.jsonl"
+    parts = ["It was the best of times.", "It was the worst of times.", "It was an age."]
+    text.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    options = {"data": [str(text)], "context": 16}
+    losses = []
+    for cut in ({"limit": 2}, {"document_bytes": 9}, {"limit": 1, "document_bytes": 9}, {}):
+        (row,) = scaling_task.run(runs[:1], tmp_path / "out", **options, **cut)["runs"]
+        subject = load_subject(str(runs[0]))
+        texts = [part[: cut.get("document_bytes")] for part in parts[: cut.get("limit")]]
+        expected = perplexity(subject, [encode(subject, one) for one in texts], 16)
+        assert row["final"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["setting"]["documents"] == len(texts)
+        losses.append(row["final"]["loss"])
+    assert len(set(losses)) == 4
+
+
+def test_a_checkpoint_that_is_written_meanwhile_is_not_taken(runs, tmp_path, monkeypatch):
+    """FLOPs and weights are of one step."""
+    run = tmp_path / "run"
+    shutil.copytree(runs[0], run)
+    newest = run / "checkpoints" / f"step-{STEPS:08d}"
+    loaded = []
+
+    def load(path, step, device):
+        shutil.copytree(newest, newest.with_name("step-00000099"))
+        loaded.append(step)
+        return load_run(path, step, device)
+
+    monkeypatch.setattr(scaling_task, "load_run", load)
+    text = tmp_path / "text.txt"
+    text.write_text("Call me Ishmael.")
+    (row,) = scaling_task.run([run], tmp_path / "out", data=[str(text)], context=8)["runs"]
+    assert loaded == [row["step"]] == [row["final"]["step"]] == [STEPS]
 
 
 def test_a_power_law_is_found_again():
@@ -125,22 +224,75 @@ def test_a_power_law_is_found_again():
     assert fit([1e9, 1e9, 1e10], [3, 3, 2]) is None
 
 
-def test_three_runs_of_a_mixer_are_fitted(runs, tmp_path, capsys):
+def test_three_runs_of_a_mixer_are_fitted(runs, tmp_path, capsys, drawn):
     """The same run at three lengths of training: its validations, cut off."""
     copies = []
-    for number, flops in enumerate((1, 2, 3)):
+    for number, flops in enumerate((3, 1, 2)):
         copy = tmp_path / f"run{number}"
         shutil.copytree(runs[0], copy)
         lines = [json.dumps(r) for r in read_metrics(copy) if r["step"] <= flops]
         loss = math.log(256) * flops**-0.1
-        validation = {"validation_loss": loss, "validation_bits_per_byte": loss / math.log(2)}
+        validation = {"validation_loss": loss, "validation_bits_per_byte": 7 * flops**-0.2}
         lines.append(json.dumps({"step": flops, **validation}))
         (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         copies.append(copy)
     result = scaling_task.run(copies, tmp_path / "out")
     assert result["fits"]["linear_attention"]["b"] == pytest.approx(0.1)
     assert "linear_attention: loss = " in capsys.readouterr().out
-    assert len({record["name"] for record in result["runs"]}) == 3
+    assert [row["name"] for row in result["runs"]] == ["run0", "run1", "run2"]
+    through = drawn[0].get_lines()[-1]  # all ends, in the order of their FLOPs
+    finals = sorted((r["final"]["flops"], r["final"]["perplexity"]) for r in result["runs"])
+    assert through.get_xydata().tolist() == [list(final) for final in finals]
+    assert "strong lines: all runs of a mixer" in drawn[0].get_title("left")
+
+    result = scaling_task.run(copies, tmp_path / "out", bits_per_byte=True)
+    law = result["fits"]["linear_attention"]
+    assert law["b"] == pytest.approx(0.2)
+    per_step = read_training(copies[0]).flops[1]
+    assert law["a"] * per_step ** -law["b"] == pytest.approx(7)
+    out = capsys.readouterr().out
+    assert "bits per byte over training FLOPs" in out
+    assert "linear_attention: bits per byte = " in out
+    assert "perplexity per token over" not in out
+
+
+def test_variants_of_a_mixer_are_told_apart(tmp_path):
+    def training(mixer, given=None, **fields):
+        fields = {"phi": "silu", "slots": None, "learned": False, **fields}
+        return Training(
+            tmp_path, None, mixer, fields, set(given or []), 0, 0, [], [], "", {}
+        )  # fmt: skip
+
+    runs = [
+        training("trellis"),
+        training("trellis", ["phi"], phi="l2norm", learned=True),  # learned follows from phi
+        training("trellis", ["phi", "slots"], slots=8),
+        training("gsa", ["slots"], slots=8),
+        training("gsa", ["slots"], slots=8),
+    ]
+    assert variants(runs) == [
+        "trellis (phi=silu, slots=None)", "trellis (phi=l2norm, slots=None)",
+        "trellis (phi=silu, slots=8)", "gsa", "gsa",
+    ]  # fmt: skip
+    assert variants(runs[:1]) == ["trellis"]
+
+
+def test_fields_of_a_run_are_those_of_its_mixers(runs, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(runs[0], other)
+    path = other / "checkpoints" / f"step-{STEPS:08d}" / "config.json"
+    config = json.loads(path.read_text())
+    config["mixer_config"] = {"linear_attention": {"normalize": False}}
+    path.write_text(json.dumps(config))
+    result = scaling_task.run([runs[0], other], tmp_path / "out")
+    names = [f"linear_attention (normalize={value})" for value in (True, False)]
+    assert [row["variant"] for row in result["runs"]] == names
+    out = capsys.readouterr().out
+    assert all(name in out for name in names)
+    config["mixer"], config["mixer_config"] = ["linear_attention", "abc", "abc"], {}
+    path.write_text(json.dumps(config))
+    assert read_training(other).mixer == "linear_attention+abc+abc"
+    assert read_training(other).fields["abc.slots"] is not None
 
 
 def changed(run, folder, **sections):
@@ -171,9 +323,41 @@ def test_what_cannot_be_measured_is_named(runs, tmp_path):
     refused([runs[0], silent], "silent has no validation")
     refused(runs, "--data and --context go together", data=["text"])
     refused(runs, "--data and --context go together", context=8)
+    refused(runs, "--limit 3 needs --data", limit=3)
+    refused(runs, "--document-bytes 9 needs --data", document_bytes=9)
+    asked = CliRunner().invoke(app, ["eval", "scaling", str(runs[0]), "--batch-tokens", "8192"])
+    assert "--batch-tokens 8192 needs --data" in str(asked.exception)
 
 
-def test_runs_that_cannot_be_compared_are_named(runs, tmp_path):
+def test_runs_validated_on_one_text_can_be_compared(runs, tmp_path):
+    """Wherever it is, and whatever they were trained on."""
+    text = tmp_path / "text.txt"
+    text.write_text("It was the best of times, it was the worst of times.\n" * 4)
+    prepare_corpus([text], tmp_path / "there", validation=0)
+    shutil.copytree(tmp_path / "there", tmp_path / "copy")
+    paths = []
+    for run, name in zip(runs, ("there", "copy")):
+        data = {"validation_path": str(tmp_path / name)}
+        paths.append(changed(run, tmp_path / f"validated {name}", data=data))
+    # Trained on another text.
+    saved = paths[1] / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json"
+    saved.write_text(json.dumps({**json.loads(saved.read_text()), "data": "another"}))
+    assert len(scaling_task.run(paths, tmp_path / "out")["runs"]) == 2
+    with pytest.raises(ValueError, match="not validated alike: text is held out of"):
+        scaling_task.run([runs[0], paths[0]], tmp_path / "out")
+
+    # The same name, but another text; and a text that is gone.
+    shutil.rmtree(tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"copy was validated on .*copy, which is not there"):
+        scaling_task.run(paths, tmp_path / "out")
+    assert len(scaling_task.run(paths[1:], tmp_path / "out")["runs"]) == 1
+    text.write_text("It was another text.\n" * 9)
+    prepare_corpus([text], tmp_path / "copy", validation=0)
+    with pytest.raises(ValueError, match="not validated alike: text is"):
+        scaling_task.run(paths, tmp_path / "out")
+
+
+def test_runs_that_cannot_be_compared_are_named(runs, tmp_path, capsys):
     other = changed(runs[1], tmp_path / "other", log={"validation_tokens": 99})
     with pytest.raises(ValueError, match=r"linear_attention and .*other were not validated alike"):
         scaling_task.run([runs[0], other], tmp_path / "out")
@@ -189,4 +373,5 @@ def test_runs_that_cannot_be_compared_are_named(runs, tmp_path):
     with pytest.raises(ValueError, match=r"different tokenizers.*add --bits-per-byte"):
         scaling_task.run([runs[0], other], tmp_path / "out", **options)
     result = scaling_task.run([runs[0], other], tmp_path / "out", bits_per_byte=True, **options)
-    assert all(record["result"]["final"]["bits_per_byte"] > 0 for record in result["runs"])
+    assert all(row["final"]["bits_per_byte"] > 0 for row in result["runs"])
+    assert "perplexity" not in capsys.readouterr().out

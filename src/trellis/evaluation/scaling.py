@@ -2,6 +2,10 @@
 
 FLOPs of a run: the sum over its steps of tokens x training_flops(model, context of the step), the
 formulas of models/flops.py. Steps that were skipped count too: they were computed.
+
+Two runs were validated alike if they read the same windows of the same text: the part of the same
+corpus that was held out, which the checkpoint knows, or the corpus that is now at the recipe's
+validation_path; with the same context and validation_tokens.
 """
 
 from __future__ import annotations
@@ -10,15 +14,16 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
-from ..files import sha256_of
+from ..mixers import mixer_config
 from ..models.config import TrellisConfig
 from ..models.flops import training_flops
 from ..models.modeling import TrellisForCausalLM
@@ -35,7 +40,12 @@ class Training:
 
     path: Path
     recipe: Recipe
+    #: The mixers of the layers, as often as the pattern has them.
     mixer: str
+    #: All fields of the mixers' configurations that change what is computed, and the names of those
+    #: that the recipe sets: defaults of others may follow from them.
+    fields: dict[str, Any]
+    given: set[str]
     parameters: int
     step: int
     #: FLOPs after each step; the first entry, of no step, is 0.
@@ -43,9 +53,9 @@ class Training:
     #: Records of metrics.jsonl that hold a validation.
     validations: list[dict[str, Any]]
     tokenizer_sha256: str
-    #: What the perplexities of validations depend on beside the model.
+    #: What the perplexities of validations depend on beside the model. The text is None where it
+    #: is no longer there to be hashed.
     validation_text: dict[str, Any]
-    metrics_sha256: str
 
     def tokens(self, step: int) -> int:
         return step * self.recipe.rows * self.recipe.data.context
@@ -94,20 +104,49 @@ def read_training(run: Path) -> Training:
     return Training(
         path=run,
         recipe=recipe,
-        mixer="+".join(dict.fromkeys(name for name, _ in config.layer_mixers())),
+        mixer=_mixer(config),
+        fields=_fields(config, lambda name, given: asdict(mixer_config(name, given))),
+        given=set(_fields(config, lambda name, given: given)),
         parameters=sum(p.numel() for p in model.parameters()),
         step=saved.step,
         flops=[0.0, *itertools.accumulate(of_step[context] for context in contexts)],
         validations=[record for record in records if "validation_loss" in record],
         tokenizer_sha256=load_tokenizer(run / TOKENIZER).sha256,
         validation_text={
-            "corpus": saved.content["data"],
-            "validation_path": recipe.data.validation_path,
+            "text": _validation_text(recipe, saved.content["data"]),
             "context": recipe.data.context,
             "validation_tokens": recipe.log.validation_tokens,
         },
-        metrics_sha256=sha256_of(run / FILE),
     )
+
+
+def _mixer(config: TrellisConfig) -> str:
+    names = [config.mixer] if isinstance(config.mixer, str) else list(config.mixer)
+    return "+".join(names if len(set(names)) > 1 else names[:1])
+
+
+def _fields(
+    config: TrellisConfig, of: Callable[[str, dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Of all mixers in one table, with the mixer before a field's name where there are several."""
+    several = len({name for name, _ in config.layer_mixers()}) > 1
+    return {
+        f"{name}.{field}" if several else field: value
+        for name, given in config.layer_mixers()
+        for field, value in of(name, given).items()
+        if field != "backend"
+    }
+
+
+def _validation_text(recipe: Recipe, corpus: str) -> str | None:
+    """Names the text by a hash. corpus: that of the run's own corpus."""
+    path = recipe.data.validation_path
+    if path is None:
+        return f"held out of {corpus}"
+    try:
+        return open_corpus(path).fingerprint
+    except FileNotFoundError:
+        return None
 
 
 def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -> list[int]:
@@ -136,12 +175,19 @@ def check_validations(runs: Sequence[Training]) -> None:
                 f"{run.path} has no validation in its {FILE}: measure its checkpoint with --data "
                 "and --context"
             )
+        if len(runs) > 1 and run.validation_text["text"] is None:
+            raise ValueError(
+                f"{run.path} was validated on {run.recipe.data.validation_path}, which is not "
+                "there to be compared: put it back, or measure the runs on one text with --data "
+                "and --context"
+            )
         for key, value in run.validation_text.items():
             first = runs[0].validation_text[key]
             if value != first:
                 raise ValueError(
-                    f"{runs[0].path} and {run.path} were not validated alike: {key} is {first} and "
-                    f"{value}. Measure them on one text with --data and --context"
+                    f"{runs[0].path} and {run.path} were not validated alike: {key} is "
+                    f"{first!s:.30} and {value!s:.30}. Measure them on one text with "
+                    "--data and --context"
                 )
 
 
@@ -153,6 +199,25 @@ def check_tokenizers(runs: Sequence[Training]) -> None:
                 f"{runs[0].path} and {run.path} have different tokenizers, so that perplexities "
                 "per token cannot be compared: add --bits-per-byte"
             )
+
+
+def variants(runs: Sequence[Training]) -> list[str]:
+    """Of every run its mixer, and the fields that are not the same in all runs of this mixer."""
+    found = []
+    for run in runs:
+        alike = [other for other in runs if other.mixer == run.mixer]
+        given = set().union(*(other.given for other in alike))
+        said = [
+            f"{name}={_plain(value)}"
+            for name, value in run.fields.items()
+            if name in given and any(other.fields[name] != value for other in alike)
+        ]
+        found.append(f"{run.mixer} ({', '.join(said)})" if said else run.mixer)
+    return found
+
+
+def _plain(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 class PowerLaw(NamedTuple):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..figures import figure
+from .. import figures
 from ..files import write_whole
+from ..training.run import load_run
 from .output import print_table, progress
 from .ppl import encode, perplexity
 from .record import Records, provenance
@@ -20,8 +22,11 @@ from .scaling import (
     check_validations,
     fit,
     read_training,
+    variants,
 )
-from .subject import Subject, load_subject
+from .scaling_picture import draw
+from .scoring import BATCH_TOKENS
+from .subject import Subject
 from .texts import documents, hash_of
 
 
@@ -34,92 +39,144 @@ def run(
     bits_per_byte: bool = False,
     document_bytes: int | None = None,
     limit: int | None = None,
-    batch_tokens: int = 8192,
+    batch_tokens: int | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
     """The runs' recorded validations, or with `data` their newest checkpoints measured on it.
 
-    Returns what it writes to scaling.json: the records of the runs, and the fits.
+    Only perplexities on `data` are kept as records; FLOPs and curves are read and counted anew.
+    Returns what it writes to scaling-HASH.json: the runs and the fits.
 
     Raises:
         ValueError, FileNotFoundError: runs cannot be compared, or something is not there.
     """
-    if bool(data) != (context is not None):
-        raise ValueError("--data and --context go together: the text, and how much is read at once")
-    trainings = [read_training(path) for path in runs]
+    _check_options(data, context, document_bytes, limit, batch_tokens)
+    figures.check()
+    paths = list({path.resolve(): path for path in runs}.values())
+    trainings = [read_training(path) for path in paths]
+    same_tokens = len({training.tokenizer_sha256 for training in trainings}) == 1
     if data and not bits_per_byte:
         check_tokenizers(trainings)
     if not data:
         check_validations(trainings)
     texts = documents(data, limit=limit, document_bytes=document_bytes) if data else []
+    setting: dict[str, Any] = {}
+    if data:
+        setting = {
+            "data_sha256": hash_of(texts),
+            "documents": len(texts),
+            "context": context,
+            "windows": "disjoint",
+        }
+    _make(out)
     records = Records(out, "scaling")
     found = []
-    for training, name in zip(trainings, _labels(runs)):
-        subject = load_subject(str(training.path), device)
-        setting: dict[str, Any] = {
-            "metrics_sha256": training.metrics_sha256,
-            "validation": training.validation_text,
-        }
-        measure: Callable[[], dict[str, Any]] = partial(_recorded, training)
-        if context is not None:
-            setting |= {
-                "data": list(data),
-                "data_sha256": hash_of(texts),
-                "documents": len(texts),
-                "context": context,
+    for training, variant, name in zip(trainings, variants(trainings), _labels(paths)):
+        row = _row(training, variant, name)
+        if context is None:
+            row |= {"validation": training.validation_text, "curve": training.curve()}
+        else:
+            subject = _subject(training, name, device)
+            measure = partial(_measure, subject, texts, context, batch_tokens or BATCH_TOKENS)
+            record = records.measured(subject, setting, measure, {"data": list(data)})
+            result = record["result"]
+            row |= {
+                "setting": setting,
+                "weights_sha256": record["model"]["weights_sha256"],
+                "curve": [training.point(training.step, result["loss"], result["bits_per_byte"])],
             }
-            measure = partial(_measured, training, subject, texts, context, batch_tokens)
-        record = records.measured(subject, setting, measure)
-        found.append({**record, "name": name})
+        found.append({**row, "final": row["curve"][-1]})
     unit = "bits_per_byte" if bits_per_byte else "perplexity"
     fits = _fits(found, "bits_per_byte" if bits_per_byte else "loss")
-    _print(found, fits, unit)
-    _draw(found, records.folder / "scaling.png", unit)
+    _print(found, fits, unit, same_tokens)
     result = {
         "runs": found,
-        "fits": {mixer: law._asdict() for mixer, law in fits.items()},
+        "fits": {variant: law._asdict() for variant, law in fits.items()},
         "fitted": "bits per byte" if bits_per_byte else "loss, nats per token",
         "made_by": provenance(),
     }
-    write_whole(records.folder / "scaling.json", (json.dumps(result, indent=1) + "\n").encode())
+    key = json.dumps([sorted(str(path.resolve()) for path in paths), unit, setting])
+    stem = f"scaling-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    written, picture = out / f"{stem}.json", out / f"{stem}.png"
+    draw(picture, by_variant(found), unit)
+    write_whole(written, (json.dumps(result, indent=1) + "\n").encode())
+    print(f"numbers: {written}\nfigure: {picture}")
     return result
 
 
-def _recorded(training: Training) -> dict[str, Any]:
-    curve = training.curve()
-    return {"mixer": training.mixer, "curve": curve, "final": curve[-1]}
+def _check_options(
+    data: Sequence[str],
+    context: int | None,
+    document_bytes: int | None,
+    limit: int | None,
+    batch_tokens: int | None,
+) -> None:
+    """Raises ValueError at options that would do nothing."""
+    if bool(data) != (context is not None):
+        raise ValueError("--data and --context go together: the text, and how much is read at once")
+    options = {"document-bytes": document_bytes, "limit": limit, "batch-tokens": batch_tokens}
+    for name, value in options.items():
+        if value is not None and not data:
+            raise ValueError(
+                f"--{name} {value} needs --data: recorded validations are taken as they are"
+            )
 
 
-def _measured(
-    training: Training, subject: Subject, texts: list[str], context: int, batch_tokens: int
-) -> dict[str, Any]:
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out must be a folder; got {out}: {error}") from error
+
+
+def _subject(training: Training, name: str, device: str) -> Subject:
+    """The weights of the step that FLOPs are counted up to: a run may go on meanwhile."""
+    model, tokenizer = load_run(training.path, training.step, device)
+    about = {
+        "path": str(training.path),
+        "recipe": training.recipe.as_dict(),
+        "step": training.step,
+    }
+    return Subject(name, model, tokenizer, about)
+
+
+def _row(training: Training, variant: str, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "path": str(training.path),
+        "mixer": training.mixer,
+        "variant": variant,
+        "parameters": training.parameters,
+        "step": training.step,
+        "recipe": training.recipe.as_dict(),
+    }
+
+
+def _measure(subject: Subject, texts: list[str], context: int, batch_tokens: int) -> dict[str, Any]:
     encoded = [encode(subject, text) for text in texts]
     total = sum(len(text.ids) - 1 for text in encoded)
     with progress(f"{subject.name}, {context}", total) as advance:
-        found = perplexity(subject, encoded, context, batch_tokens=batch_tokens, progress=advance)
-    final = training.point(training.step, found["loss"], found["bits_per_byte"])
-    return {"mixer": training.mixer, "curve": [final], "final": final}
+        return perplexity(subject, encoded, context, batch_tokens=batch_tokens, progress=advance)
 
 
 def _fits(found: list[dict[str, Any]], unit: str) -> dict[str, PowerLaw]:
-    """Per mixer with enough runs."""
+    """Per variant with enough runs."""
     laws = {}
-    for mixer, records in _by_mixer(found).items():
-        finals = [record["result"]["final"] for record in records]
-        law = fit([f["flops"] for f in finals], [f[unit] for f in finals])
+    for variant, rows in by_variant(found).items():
+        law = fit([r["final"]["flops"] for r in rows], [r["final"][unit] for r in rows])
         if law is not None:
-            laws[mixer] = law
+            laws[variant] = law
     return laws
 
 
-def _by_mixer(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Records of each mixer, in the order of their FLOPs."""
+def by_variant(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs of each mixer and its variant, in the order of their FLOPs."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for record in found:
-        groups.setdefault(record["result"]["mixer"], []).append(record)
+    for row in found:
+        groups.setdefault(row["variant"], []).append(row)
     return {
-        mixer: sorted(records, key=lambda r: r["result"]["final"]["flops"])
-        for mixer, records in groups.items()
+        variant: sorted(rows, key=lambda row: row["final"]["flops"])
+        for variant, rows in groups.items()
     }
 
 
@@ -129,45 +186,22 @@ def _labels(runs: Sequence[Path]) -> list[str]:
     return [str(p) if names.count(n) > 1 else n for p, n in zip(runs, names)]
 
 
-def _print(found: list[dict[str, Any]], fits: dict[str, PowerLaw], unit: str) -> None:
+def _print(
+    found: list[dict[str, Any]], fits: dict[str, PowerLaw], unit: str, same_tokens: bool
+) -> None:
+    """Perplexities per token are left out where tokens are not the same."""
+    units = {"perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
+    shown = [one for one in units if one != "perplexity" or same_tokens]
+    shown.sort(key=lambda one: one != unit)
     rows = []
-    for record in found:
-        final = record["result"]["final"]
-        rows.append(
-            [
-                record["name"],
-                record["result"]["mixer"],
-                f"{record['model']['parameters']:,}",
-                f"{final['tokens']:,}",
-                f"{final['flops']:.3e}",
-                f"{final['perplexity']:.3f}",
-                f"{final['bits_per_byte']:.3f}",
-            ]
-        )
-    heads = ["run", "mixer", "parameters", "tokens", "FLOPs", "perplexity", "bits per byte"]
-    print_table(heads, rows, "perplexity over training FLOPs")
+    for row in found:
+        final = row["final"]
+        rows.append([
+            row["name"], row["variant"], f"{row['parameters']:,}", f"{final['tokens']:,}",
+            f"{final['flops']:.3e}", *(f"{final[one]:.3f}" for one in shown),
+        ])  # fmt: skip
+    heads = ["run", "mixer", "parameters", "tokens", "FLOPs", *(units[one] for one in shown)]
+    print_table(heads, rows, f"{units[unit]} over training FLOPs")
     fitted = "bits per byte" if unit == "bits_per_byte" else "loss"
-    for mixer, law in fits.items():
-        print(f"{mixer}: {fitted} = {law.a:.4g} x FLOPs^{-law.b:.4f}")
-
-
-def _draw(found: list[dict[str, Any]], path: Path, unit: str) -> None:
-    """Runs as thin curves; a line through the final points of each mixer."""
-    from matplotlib.ticker import LogFormatter
-
-    with figure(path, figsize=(7, 4.5)) as axis:
-        for number, (mixer, records) in enumerate(_by_mixer(found).items()):
-            colour = f"C{number % 10}"
-            for record in records:
-                curve = record["result"]["curve"]
-                x, y = [p["flops"] for p in curve], [p[unit] for p in curve]
-                axis.plot(x, y, ".-", color=colour, alpha=0.35, linewidth=1, markersize=3)
-            finals = [record["result"]["final"] for record in records]
-            x, y = [p["flops"] for p in finals], [p[unit] for p in finals]
-            axis.plot(x, y, "o-", color=colour, label=mixer)
-        label = "bits per byte" if unit == "bits_per_byte" else "perplexity per token"
-        axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=label)
-        axis.yaxis.set_major_formatter(LogFormatter())  # 20, not 2 x 10^1
-        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-        axis.grid(alpha=0.3, which="both")
-        axis.legend()
+    for variant, law in fits.items():
+        print(f"{variant}: {fitted} = {law.a:.4g} x FLOPs^{-law.b:.4f}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_OUT, BatchTokens, Device, Limit, Out, Threads, set_machine
+from .common import DEFAULT_OUT, Device, Limit, Out, Threads, set_machine
 
 
 def scaling(
@@ -28,7 +28,9 @@ def scaling(
         int | None, typer.Option(help="Of each document, only the first so many bytes.", min=1)
     ] = None,
     limit: Limit = None,
-    batch_tokens: BatchTokens = 8192,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a batch, about; 8192 unless given.", min=1)
+    ] = None,
     out: Out = DEFAULT_OUT,
     threads: Threads = 0,
     device: Device = "cpu",
