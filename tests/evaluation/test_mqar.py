@@ -466,16 +466,6 @@ def test_tokens_asked_for_replace_the_rows_of_a_preset():
     assert "batch_rows" not in changed.common()
 
 
-def test_new_fields_leave_the_names_of_records_as_they_are():
-    assert mqar_task._common(preset("small"), seed=0) == {
-        "preset": "small", "vocab_size": 192, "learning_rates": [0.01, 0.003], "steps": 1500,
-        "epochs": None, "batch_tokens": 2048, "easy_first": 0.4, "test_examples": 500,
-        "validation_examples": 32, "check_every": 100, "stop_at": 0.99, "layers": 2, "heads": 1,
-        "warmup": 0.1, "weight_decay": 0.1, "clip": 1.0, "random_non_queries": False, "seed": 0,
-    }  # fmt: skip
-    assert preset("zoology").common()["shuffle"] is False
-
-
 def test_the_figure_is_named_by_what_it_shows():
     def picture(one, seed=0):
         return mqar_task._picture(one, mqar_task._common(one, seed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..mixers.base import at_least, positive
@@ -22,15 +22,6 @@ class Group(NamedTuple):
 
     train: tuple[Source, ...]
     test: tuple[Setting, ...]
-
-
-def _later(default: Any) -> Any:
-    """A field that is not recorded while it has its default.
-
-    A record's file is named by a hash of its setting: so the records made before there was such a
-    field are still found. Every new field of a Preset is one.
-    """
-    return field(default=default, metadata={"recorded": "if changed"})
 
 
 @dataclass(frozen=True)
@@ -72,11 +63,11 @@ class Preset:
     weight_decay: float = 0.1
     clip: float | None = 1.0
     random_non_queries: bool = True
-    batch_rows: tuple[tuple[int, int], ...] = _later(())
-    shuffle: bool = _later(True)
-    every_rate: bool = _later(False)
-    validate_on: str = _later("train")
-    betas: tuple[float, float] = _later((0.9, 0.95))
+    batch_rows: tuple[tuple[int, int], ...] = ()
+    shuffle: bool = True
+    every_rate: bool = False
+    validate_on: str = "train"
+    betas: tuple[float, float] = (0.9, 0.95)
 
     def check(self) -> None:
         """Raises ValueError at a value out of range, or at sequences that do not exist."""
@@ -159,10 +150,8 @@ class Preset:
 
     def common(self) -> dict[str, Any]:
         """What results must share to be shown together."""
-        shared = {}
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            left_out = one.metadata.get("recorded") == "if changed" and value == one.default
-            if one.name not in ("name", "groups", "widths") and not left_out:
-                shared[one.name] = value
+        apart = ("name", "groups", "widths")
+        shared = {
+            name: value for name, value in dataclasses.asdict(self).items() if name not in apart
+        }
         return {"preset": self.name, **shared}
