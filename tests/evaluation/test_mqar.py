@@ -463,7 +463,6 @@ def test_the_published_sizes(name, widths, rates, epochs, tested, random_non_que
 def test_tokens_asked_for_replace_the_rows_of_a_preset():
     changed = preset("based").changed(batch_tokens=2048)
     assert [changed.rows(Setting(length, 4)) for length in (64, 128, 256)] == [32, 16, 8]
-    assert "batch_rows" not in changed.common()
 
 
 def test_the_figure_is_named_by_what_it_shows():
