@@ -1,5 +1,8 @@
+import contextlib
 import json
+import math
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -7,17 +10,19 @@ from tests.evaluation.helpers import ours, save_gpt2
 from typer.testing import CliRunner
 
 from trellis.cli import app
-from trellis.evaluation import inspection_task
-from trellis.evaluation.inspection import inspect, token_texts
+from trellis.evaluation import inspection, inspection_picture, inspection_task
+from trellis.evaluation.inspection import inspect, slowest, token_texts
 from trellis.evaluation.memory_measures import (
     by_age,
     effective_rank,
+    gained,
     half_life,
+    over_age,
     retention,
-    since_written,
 )
 from trellis.evaluation.replay import PASSES, QUANTITIES, RECALLS, Heard, Replay
 from trellis.evaluation.subject import load_subject
+from trellis.ops import trellis_memory
 from trellis.ops.memory.activations import FUNCTIONS
 
 TEXT = "the cat sat on the mat; the cat ran."
@@ -138,13 +143,36 @@ def test_recall_is_the_error_at_the_write_and_just_before_it():
     places = np.arange(len(IDS))
     for memory in PASSES:
         power = arrays[f"{memory}_target_power"][1]
-        recall = arrays[f"recall_{memory}"]
+        recall = arrays[f"recall_{memory}"][1]
         after = recall[:, places, places]
         np.testing.assert_allclose(after, arrays[f"{memory}_error_after"][1] / power, rtol=1e-4)
         before = recall[:, places[1:], places[:-1]]
         error = arrays[f"{memory}_error_before"][1] / power
         np.testing.assert_allclose(before, error[:, 1:], rtol=1e-4)
-    assert np.abs(arrays["recall_answer"]).max() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("value_pass", ["encode", "decode"])
+def test_the_answer_is_the_memorys_own(value_pass):
+    """What the memory answers to the key of the token just written, by the op itself."""
+    fields = {"psi": "tanh", "slots": 6, "value_pass": value_pass, "normalize": ("q", "k")}
+    subject = subject_of(**fields)
+    mixer = subject.model.model.layers[1].mixer
+    assert mixer.slots != mixer.head
+    heard = []
+    hook = mixer.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+    subject.model.read(torch.tensor([IDS]))
+    hook.remove()
+    with torch.no_grad():
+        inputs = mixer.project(heard[0], mixer.init_state(1))[0]
+        y, _ = trellis_memory(*inputs._replace(q=inputs.k), **mixer.choices)
+    expected = torch.cosine_similarity(y, inputs.v, dim=-1)[0].mT  # [H, T]
+    places = np.arange(len(IDS))
+    found = inspect(subject, IDS)["recall_answer"][1][:, places, places]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    # psi bends the answer: without it the direction is another.
+    mixer.config.psi = "identity"
+    without = inspect(subject, IDS)["recall_answer"][1][:, places, places]
+    assert np.abs(without - found).max() > 1e-3
 
 
 def test_a_memory_that_keeps_all_recalls_what_it_was_told():
@@ -218,17 +246,66 @@ def test_the_first_tokens_are_a_prefix():
 def test_probes_are_spread_over_the_text():
     arrays = inspect(subject_of(), IDS, probes=4)
     assert arrays["probes"].tolist() == [0, 12, 23, 35]
-    assert arrays["recall_keys"].shape == (2, 4, len(IDS))
+    assert arrays["recall_keys"].shape == (2, 2, 4, len(IDS))
 
 
-def test_recall_by_age_and_since_the_write():
+def forgetful(*rates):
+    """A model whose heads forget as fast as these say: -log of the gate, of every layer's heads."""
+    subject = subject_of()
+    for block, rate in zip(subject.model.model.layers, rates):
+        block.mixer.beta_proj.weight.data.zero_()
+        block.mixer.decay.dt_bias.data.fill_(0.0)  # softplus of it is log 2
+        block.mixer.decay.A_log.data.copy_(torch.tensor(rate).log() - math.log(math.log(2)))
+    return subject
+
+
+def test_the_slowest_head_of_all_layers_is_recalled(monkeypatch):
+    subject = forgetful([0.5, 0.2], [0.9, 0.1])
+    every = inspect(subject, IDS)
+    assert slowest(every) == (1, 1)
+    np.testing.assert_allclose(every["keys_forget_gate"][1, 1], math.exp(-0.1), rtol=1e-4)
+    assert every["recall_layers"].tolist() == [0, 1]
+    # Of a text that is too long, recall is kept of one layer.
+    monkeypatch.setattr(inspection, "RECALL_ENTRIES", 100)
+    for layer, kept in ((None, 1), (0, 0)):
+        one = inspect(subject, IDS, layer=layer)
+        assert one["recall_layers"].tolist() == [kept]
+        for name in RECALLS:
+            np.testing.assert_array_equal(one[name][0], every[name][kept])
+
+
+def test_of_a_text_only_what_is_asked_for_is_held(monkeypatch):
+    kept = []
+    of = inspection._copied
+    monkeypatch.setattr(inspection, "_copied", lambda inputs: kept.append(of(inputs)) or kept[-1])
+    inspect(subject_of(), IDS, probes=2)
+    tensors = [t for one in kept for t in (one.q, one.k, one.v, one.alpha, *one.log_beta)]
+    assert len(kept) == 2 * 2
+    assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in tensors)
+
+
+def test_recall_by_age():
     recalled = np.array([[0.5, 0.6, 0.7], [0.9, 0.2, 0.4], [0.8, 0.8, 0.1]])
     written = np.arange(3)
     ages = by_age(recalled, written, 2)
     np.testing.assert_allclose(ages, [0.8, 0.85, 0.8 / 3, 0.5, 0.7])
-    since = since_written(recalled, written)
-    assert np.isnan(since[0]).all()
-    np.testing.assert_allclose(since[1:], [[0, -0.7, -0.5], [0, 0, -0.7]], atol=1e-12)
+    nan = math.nan
+    np.testing.assert_array_equal(
+        over_age(recalled, written, 2), [[0.5, 0.6, 0.7], [0.2, 0.4, nan], [0.1, nan, nan]]
+    )
+
+
+def test_what_a_write_gains_is_freed_of_what_time_does():
+    """Every token becomes better known by 1 per time; a write adds 5, halved with every token."""
+    tokens, written = 12, np.arange(12)
+    time = np.arange(tokens)
+    age = time - written[:, None]
+    knows = time + written[:, None] * 0.3 + np.where(age >= 0, 5 * 0.5 ** np.maximum(age, 0), 0)
+    found = gained(knows, written)
+    there = (age >= 0) & (written[:, None] > 0) & (time < tokens - 1)
+    np.testing.assert_array_equal(np.isfinite(found), there)
+    np.testing.assert_allclose(found[there], (5 * 0.5 ** np.maximum(age, 0))[there])
+    assert np.isnan(gained(knows[:1, :1], written[:1])).all()
 
 
 def test_only_trellis_layers_of_a_hybrid_are_shown():
@@ -253,50 +330,215 @@ def test_the_command_keeps_arrays_and_a_record(tmp_path, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(inspection_task, "draw", lambda path, *_, **place: drawn.append(place))
     subject = subject_of(separate_gates=True)
-    options = {"tokens": 20, "layer": 1, "head": 0}
+    options = {"tokens": 20, "layer": 1, "head": 0, "source": "a book"}
     record, kept, picture = inspection_task.run(subject, TEXT, tmp_path, **options)
     out = capsys.readouterr().out
-    assert "half-life" in out
+    assert "half-life of the fastest head" in out
+    most = max(layer["replay_error"] for layer in record["result"]["layers"])
+    assert f"model's own outputs up to {most:.1e}" in out
     assert str(picture) in out
+    (written,) = kept.parent.glob("*.json")
+    assert written.stem == kept.stem
+    assert picture.name == f"{kept.stem}-layer-1-head-0.png"
+    assert kept.stem.startswith("small-trellis-")
+    assert record["note"]["source"] == "a book"
     arrays = inspection_task.load(kept)
     for memory in PASSES:
         for name in QUANTITIES:
             assert arrays[f"{memory}_{name}"].shape == (2, 2, 20)
     for name in RECALLS:
-        assert arrays[name].shape == (2, 20, 20)
-    assert arrays["tokens"].shape == arrays["ids"].shape == (20,)
+        assert arrays[name].shape == (2, 2, 20, 20)
+    ids = [subject.tokenizer.end_of_document, *IDS[:19]]
+    assert arrays["ids"].tolist() == ids
     assert "".join(arrays["tokens"][1:]) == TEXT[:19]
-    assert arrays["recall_layer"] == 1
-    layer = record["result"]["layers"][0]
-    assert layer["mode"] == "exact"
-    assert layer["replay_error"] < 2e-5
-    assert layer["keys"]["error_after"] < layer["keys"]["error_before"]
     json.dumps(record, allow_nan=False)
 
-    # What is there is not measured again, and what is missing is.
+    # What is there is not measured again, and what is missing is. Another layer, another name of
+    # the model and another end of the text beyond what is read make no difference.
     before = kept.stat().st_mtime_ns
-    assert inspection_task.run(subject, TEXT, tmp_path, **options)[0] == record
+    for change in ({}, {"layer": 0}, {"layer": None, "head": None}):
+        found = inspection_task.run(subject, TEXT + "!", tmp_path, **{**options, **change})
+        assert (found[0], found[1]) == (record, kept)
+    subject.name = "renamed"
+    assert inspection_task.run(subject, TEXT, tmp_path, **options)[1] == kept
     assert kept.stat().st_mtime_ns == before
     kept.unlink()
     assert inspection_task.run(subject, TEXT, tmp_path, **options)[0] == record
     assert kept.is_file()
-    assert drawn == [{"layer": 1, "head": 0}] * 3
+    assert drawn[0] == {"layer": 1, "head": 0}
+    assert inspection_task.run(subject, "The" + TEXT[3:], tmp_path, **options)[1] != kept
+
+
+def test_the_summary_is_of_the_arrays():
+    subject = forgetful([0.5, 0.2], [0.9, 0.1])
+    arrays = inspect(subject, IDS)
+    found = inspection_task.summary(arrays)[1]
+    assert (found["layer"], found["mode"]) == (1, "exact")
+    keys = found["keys"]
+    assert keys["forget_gate"] == pytest.approx((math.exp(-0.9) + math.exp(-0.1)) / 2)
+    assert keys["half_life_of_fastest_head"] == pytest.approx(math.log(2) / 0.9, rel=1e-4)
+    assert keys["half_life_of_slowest_head"] == pytest.approx(math.log(2) / 0.1, rel=1e-4)
+    power = arrays["keys_target_power"][1].sum()
+    for when in ("before", "decayed", "after"):
+        expected = arrays[f"keys_error_{when}"][1].sum() / power
+        assert keys[f"error_{when}"] == pytest.approx(expected, rel=1e-5)
+    for name in ("step_size", "write_norm"):
+        assert keys[name] == pytest.approx(arrays[f"keys_{name}"][1].mean(), rel=1e-5)
+    for name in ("memory_norm", "effective_rank"):
+        last = arrays[f"keys_{name}"][1, :, -1].mean()
+        assert keys[f"{name}_at_end"] == pytest.approx(last, rel=1e-5)
+    kept = inspection_task.summary(inspect(subject_of(forget_gate=False), IDS))[0]["keys"]
+    assert kept["half_life_of_fastest_head"] is kept["half_life_of_slowest_head"] is None
+
+
+def test_a_replay_that_is_not_the_model_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Replay, "difference", lambda self: 2e-3)
+    with pytest.raises(ValueError, match=r"memory of layer 0, .* differ by 2\.0e-03 .* 1e-03"):
+        inspection_task.run(subject_of(), TEXT, tmp_path)
+    assert not list((tmp_path / "inspect").iterdir())
+
+
+@pytest.fixture
+def axes_of(monkeypatch):
+    """Draws arrays; gives all axes by title, images by title, and all texts of the picture."""
+
+    def drawn(arrays, **options):
+        whole = []
+
+        @contextlib.contextmanager
+        def figure(path, **style):
+            made, axis = plt.subplots(layout="constrained", **style)
+            whole.append(made)
+            yield axis
+
+        monkeypatch.setattr(inspection_picture, "figure", figure)
+        inspection_picture.draw(None, arrays, "mine", **options)
+        parts = [whole[0], *whole[0].subfigs]
+        texts = [text.get_text() for part in parts for text in part.texts]
+        texts += [part.get_suptitle() for part in parts]
+        texts += [part.get_supxlabel() for part in parts if part._supxlabel]
+        axes = [axis for axis in whole[0].get_axes() if axis.get_label() != "<colorbar>"]
+        return axes, texts
+
+    yield drawn
+    plt.close("all")
+
+
+def titled(axes, title):
+    return [a for a in axes if title in a.get_title() or title in a.get_title("left")]
+
+
+def line(axis, label):
+    (found,) = [one for one in axis.get_lines() if one.get_label() == label]
+    return found.get_ydata()
+
+
+def test_curves_are_the_arrays(axes_of):
+    arrays = inspect(subject_of(separate_gates=True), IDS)
+    axes, texts = axes_of(arrays)
+    for memory in PASSES:
+        for quantity, title in (
+            ("forget_gate", "forget gate"), ("step_size", "step size"),
+            ("write_norm", "norm of the write"), ("memory_norm", "norm of the memory"),
+            ("effective_rank", "effective rank"),
+        ):  # fmt: skip
+            (axis,) = titled(axes, f"{memory}: {title}")
+            for layer in (0, 1):
+                mean = arrays[f"{memory}_{quantity}"][layer].mean(0)
+                np.testing.assert_allclose(line(axis, f"layer {layer}"), mean, rtol=1e-5)
+        (axis,) = titled(axes, f"{memory}: error at the token")
+        power = arrays[f"{memory}_target_power"][1]
+        for label, when in (("layer 1, before", "before"), ("layer 1", "after")):
+            mean = (arrays[f"{memory}_error_{when}"][1] / power).mean(0)
+            np.testing.assert_allclose(line(axis, label), mean, rtol=1e-5)
+    assert any("A write is one step of learning" in text for text in texts)
+    ticks = titled(axes, "effective rank")[0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks][:5] == ["t", "h", "e", "\u2423", "c"]  # every one
+
+
+def test_gates_of_both_memories_are_drawn_once(axes_of):
+    axes, _ = axes_of(inspect(subject_of(), IDS))
+    assert titled(axes, "keys and values: forget gate")
+    assert titled(axes, "keys and values: step size")
+    assert not titled(axes, "values: forget gate: 1 keeps, 0 forgets")[1:]
+    # The steps of normalised LMS differ, the gates do not.
+    axes, _ = axes_of(inspect(subject_of(lms_step=True), IDS))
+    assert titled(axes, "keys and values: forget gate")
+    assert len(titled(axes, "step size")) == 2
+
+
+def test_images_show_the_slowest_and_the_fastest_heads(axes_of):
+    arrays = inspect(forgetful([0.5, 0.2], [0.9, 0.1]), IDS)
+    axes, texts = axes_of(arrays)
+    shown = titled(axes, "half-life")
+    names = [axis.get_title().partition(":")[0] for axis in shown]
+    places = [(0, 1), (1, 1), (0, 0), (1, 0)]  # above the slowest, below the fastest
+    assert names == [f"layer {layer}, head {head}" for layer, head in places]
+    for axis, place in zip(shown, places):
+        left = retention(arrays["keys_forget_gate"][place], arrays["probes"])
+        np.testing.assert_allclose(axis.images[0].get_array().filled(np.nan), left, rtol=1e-6)
+    assert "How much better layer 1, head 1 knows a token for its write" in texts
+    for title, name, sign in (
+        ("the code of its key", "recall_keys", -1), ("the code of its value", "recall_values", -1),
+        ("its value, asked", "recall_answer", 1),
+    ):  # fmt: skip
+        image = titled(axes, title)[0].images[0]
+        gain = gained(sign * arrays[name][1, 1].astype(float), arrays["probes"])
+        found = image.get_array().filled(np.nan)
+        np.testing.assert_allclose(found, gain)
+        assert np.isnan(found[np.tril_indices(len(found), -1)]).all()  # not yet written
+        low, high = image.get_clim()
+        assert low == -high
+        assert high <= np.nanmax(np.abs(gain))
+        means = titled(axes, title)[1]
+        for head in (0, 1):
+            ages = by_age(arrays[name][1, head], arrays["probes"], len(IDS) // 3)
+            np.testing.assert_allclose(line(means, f"head {head}"), ages)
+
+
+def test_layers_that_are_left_out_are_told(axes_of):
+    arrays = inspect(subject_of(), IDS[:9])
+    many = {
+        name: np.concatenate([value] * 3) if value.shape[:1] == (2,) else value
+        for name, value in arrays.items()
+    }
+    many["layers"] = many["recall_layers"] = np.arange(6)
+    axes, texts = axes_of(many)
+    assert any("4 of 6 layers" in text for text in texts)
+    assert len(titled(axes, "half-life")) == 8
+    (errors,) = titled(axes, "keys: error")
+    assert not errors.collections  # curves alone: areas would cover each other
+    _, texts = axes_of(many, layer=4)
+    assert not any("4 of" in text for text in texts)
+
+
+def test_long_texts_are_shown_over_age(axes_of):
+    arrays = inspect(forgetful([0.5, 0.2], [0.9, 0.1]), IDS * 3, probes=30, rank_every=50)
+    axes, texts = axes_of(arrays)
+    image = titled(axes, "layer 1, head 1: half-life")[0].images[0].get_array()
+    assert image.shape == (15, 28)  # means of two tokens, four half-lives of 6.9 tokens: 27
+    np.testing.assert_allclose(image[0], np.exp(-0.1 * np.arange(28)), rtol=1e-3)
+    assert any("the mean of 2 tokens" in text for text in texts)
+
+
+def test_a_single_token_can_be_drawn(axes_of):
+    axes, _ = axes_of(inspect(subject_of(), IDS[:1]), layer=1, head=0)
+    assert len(titled(axes, "half-life")) == 1
 
 
 @pytest.mark.parametrize(
     ("text", "options"),
     [
         ("$x^ a", {}),
-        (TEXT * 8, {"layer": 1, "probes": 9, "rank_every": 50}),
-        ("a", {"tokens": 1, "layer": 1, "head": 0}),
+        (TEXT * 3, {"layer": 1, "head": 0, "probes": 9, "rank_every": 50}),
     ],
 )
 def test_pictures(tmp_path, text, options):
     picture = inspection_task.run(subject_of(), text, tmp_path, **options)[2].read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(picture[n : n + 4], "big") for n in (16, 20))
-    assert 1500 < width < 3500
-    assert 2000 < height < 5000
+    assert width == 1800
+    assert 1500 < height < 2600
     assert len(picture) > 50_000
 
 

@@ -35,9 +35,12 @@ from torch import Tensor
 
 from ..data.tokenizer import TextTokenizer
 from ..mixers.trellis import MemoryInputs, TrellisMixer
-from .replay import PASSES, QUANTITIES, Arrays, Heard, Replay, as_numpy
+from .replay import PASSES, QUANTITIES, RECALLS, Arrays, Heard, Replay, as_numpy
 from .scoring import Progress
 from .subject import Subject
+
+#: Recall is kept for every layer up to so many entries of one of its arrays (16 MB), else for one.
+RECALL_ENTRIES = 2**22
 
 
 def trellis_layers(subject: Subject) -> dict[int, TrellisMixer]:
@@ -76,6 +79,13 @@ def check_place(subject: Subject, layer: int | None, head: int | None) -> None:
         raise ValueError(f"head must be from 0 to {heads - 1} in layer {layer}; got {head}")
 
 
+def recalls_all(subject: Subject, tokens: int, probes: int) -> bool:
+    """Whether the recall of every layer is kept for a text of so many tokens."""
+    layers = trellis_layers(subject)
+    heads = next(iter(layers.values())).heads
+    return len(layers) * heads * min(probes, tokens) * tokens <= RECALL_ENTRIES
+
+
 @torch.no_grad()
 def inspect(
     subject: Subject,
@@ -89,16 +99,18 @@ def inspect(
     """Read `ids` and look at every Trellis layer.
 
     Args:
-        layer: the layer whose recall is measured; None takes the one that forgets most slowly.
+        layer: the layer whose recall is measured where it is not kept for all (`recalls_all`);
+            None takes the one with the head that forgets most slowly.
         probes: tokens that recall asks for, at most, spread over the text.
         rank_every: the effective rank at every so many tokens (and the last); NaN elsewhere.
         progress: called with tokens done, of tokens times layers.
 
     Returns:
-        `keys_` and `values_` + every quantity, [layers, heads, T]; the recalls [heads, P, T] of
-        `recall_layer` at the tokens `probes` [P]; `layers`, the places of the layers in the model;
-        `mode` [layers]; `ids`, `tokens` (their texts) [T]; `replay_error` [layers], the relative
-        RMS difference between the mixer's outputs from this replay and the model's own.
+        `keys_` and `values_` + every quantity, [layers, heads, T]; the recalls [R, heads, P, T] of
+        the layers `recall_layers` [R] at the tokens `probes` [P]; `layers`, the places of the
+        layers in the model; `mode` and `value_pass` [layers]; `ids`, `tokens` (their texts) [T];
+        `replay_error` [layers], the relative RMS difference between the mixer's outputs from this
+        replay and the model's own.
 
     Raises:
         ValueError: no Trellis layer, no such layer, nothing to read.
@@ -116,15 +128,17 @@ def inspect(
         for memory in PASSES
         for name in QUANTITIES
     }
+    arrays["layers"] = np.array(list(layers))
     asked_inputs: list[list[MemoryInputs]] = [[] for _ in layers]
     _listen(subject, ids, list(layers.values()), partial(_gates, arrays, asked, asked_inputs))
-    if layer is None:
-        slowest = np.log(np.maximum(arrays["keys_forget_gate"], 1e-30)).mean(-1)
-        layer = list(layers)[int(slowest.max(1).argmax())]
-    place = list(layers).index(layer)
+    recalled = list(layers)
+    if not recalls_all(subject, len(ids), probes):
+        recalled = [slowest(arrays)[0] if layer is None else layer]
 
     replays = [Replay(mixer, n, arrays, rank_every) for n, mixer in enumerate(layers.values())]
-    replays[place].ask(asked_inputs[place])
+    chosen = [n for n, one in enumerate(layers) if one in recalled]
+    for n in chosen:
+        replays[n].ask(asked_inputs[n])
 
     def hear(heard: Heard) -> None:
         replays[heard.place].read(heard)
@@ -133,15 +147,26 @@ def inspect(
     _listen(subject, ids, list(layers.values()), hear)
     return {
         **arrays,
-        **{name: np.concatenate(parts, -1) for name, parts in replays[place].recalls.items()},
-        "recall_layer": np.array(layer),
+        **{
+            name: np.stack([np.concatenate(replays[n].recalls[name], -1) for n in chosen])
+            for name in RECALLS
+        },
+        "recall_layers": np.array(recalled),
         "probes": asked,
-        "layers": np.array(list(layers)),
         "mode": np.array([mode_of(mixer) for mixer in layers.values()]),
+        "value_pass": np.array([mixer.config.value_pass for mixer in layers.values()]),
         "replay_error": np.array([replay.difference() for replay in replays]),
         "ids": np.array(ids),
         "tokens": np.array(token_texts(subject.tokenizer, ids)),
     }
+
+
+def slowest(arrays: Arrays) -> tuple[int, int]:
+    """The layer with the head that forgets keys most slowly, and that head."""
+    with np.errstate(divide="ignore"):
+        logs = np.log(arrays["keys_forget_gate"].astype(np.float64)).mean(-1)
+    place, head = np.unravel_index(int(logs.argmax()), logs.shape)
+    return int(arrays["layers"][place]), int(head)
 
 
 def mode_of(mixer: TrellisMixer) -> str:
@@ -195,4 +220,15 @@ def _gates(
         gates = {"forget_gate": inputs.log_beta[n].exp(), "step_size": inputs.gamma[n]}
         for name, gate in gates.items():
             arrays[f"{memory}_{name}"][heard.place, :, start:stop] = as_numpy(gate[0].mT)
-    asked_inputs[heard.place] += [inputs.at(t - start) for t in asked.tolist() if start <= t < stop]
+    asked_inputs[heard.place] += [
+        _copied(inputs.at(t - start)) for t in asked.tolist() if start <= t < stop
+    ]
+
+
+def _copied(inputs: MemoryInputs) -> MemoryInputs:
+    """A view of some tokens would keep the inputs of all of them."""
+    q, k, v, alpha, log_beta, gamma = inputs
+    return MemoryInputs(
+        q.clone(), k.clone(), v.clone(), alpha.clone(),
+        (log_beta[0].clone(), log_beta[1].clone()), (gamma[0].clone(), gamma[1].clone()),
+    )  # fmt: skip

@@ -6,27 +6,55 @@ from typing import Any
 
 import numpy as np
 
+from .memory_measures import over_age
 from .replay import Arrays
 
-#: More tokens than these have numbers instead of texts.
+#: More tokens than these have numbers instead of texts, and images over age instead of time.
 TEXT_TOKENS = 80
 #: Longer texts have curves of means over as many bins.
 BINS = 250
-#: Distinct to the colour-blind as well.
+#: Of an image over age, at most.
+ROWS = 24
+#: Inches that the text of a token needs beside the next.
+LABEL = 0.078
+#: Distinct to the colour-blind as well. Those of heads are others than those of layers.
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C510A",
 )  # fmt: skip
+HEAD_COLOURS = (
+    "#332288", "#CC6677", "#999933", "#88CCEE", "#882255", "#117733", "#DDCC77", "#AA4499",
+)  # fmt: skip
 
 
-def token_image(
-    axis: Any, arrays: Arrays, values: np.ndarray, inches: tuple[float, float], **style: Any
+def write_image(
+    axis: Any,
+    arrays: Arrays,
+    values: np.ndarray,
+    ages: int | None,
+    inches: tuple[float, float],
+    **style: Any,
 ) -> Any:
-    """Tokens down, time to the right. inches: width and height, about."""
-    axis.set_facecolor("#dddddd")  # where there is nothing yet
-    image = axis.imshow(values, aspect="auto", interpolation="nearest", **style)
-    token_axis(axis.xaxis, arrays, np.arange(len(arrays["tokens"])), inches[0])
-    token_axis(axis.yaxis, arrays, arrays["probes"], inches[1])
+    """values [P, T], written tokens down: to the right time, or with `ages` the age of the write.
+
+    inches: width and height, about.
+    """
+    axis.set_facecolor("#dddddd")  # where there is nothing
+    shown, places = values, arrays["probes"]
+    if ages is not None:
+        size = row_size(len(places))
+        shown = over_age(values, places, ages)
+        rows = [mean_of(shown[n : n + size]) for n in range(0, len(shown), size)]
+        shown, places = np.stack(rows), places[::size]
+    image = axis.imshow(shown, aspect="auto", interpolation="nearest", **style)
+    if ages is None:
+        token_axis(axis.xaxis, arrays, np.arange(len(arrays["tokens"])), inches[0])
+    token_axis(axis.yaxis, arrays, places, inches[1])
     return image
+
+
+def row_size(probes: int) -> int:
+    """Written tokens whose mean is a row of an image over age: single ones would be noise."""
+    return -(-probes // ROWS)
 
 
 def token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> None:
@@ -36,10 +64,10 @@ def token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> 
             ticks = spread(len(places), 9)
             axis.set_ticks(ticks, [str(places[n]) for n in ticks])
         return
-    step = max(1, int(np.ceil(0.1 * len(places) / inches)))
+    step = max(1, int(np.ceil(LABEL * len(places) / inches)))
     labels = [_label(arrays["tokens"][place]) for place in places[::step]]
     turned = {"rotation": 90} if axis.axis_name == "x" else {}
-    axis.set_ticks(range(0, len(places), step), labels, fontsize=7, **turned)
+    axis.set_ticks(range(0, len(places), step), labels, fontsize=6, **turned)
     for tick in axis.get_ticklabels():
         tick.set_parse_math(False)
 
@@ -89,13 +117,15 @@ def mean_of(values: np.ndarray) -> np.ndarray:
     return np.where(count > 0, np.nansum(values, 0) / np.maximum(count, 1), np.nan)
 
 
-def colours_for(count: int) -> list[Any]:
-    """As many colours, as distinct as can be."""
-    if count <= len(COLOURS):
-        return list(COLOURS[:count])
+def colours_for(count: int, heads: bool) -> list[Any]:
+    """As many colours, as distinct as can be, for heads or for layers."""
+    few = HEAD_COLOURS if heads else COLOURS
+    if count <= len(few):
+        return list(few[:count])
     import matplotlib
 
-    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.9, count)))
+    names = matplotlib.colormaps["plasma" if heads else "viridis"]
+    return list(names(np.linspace(0, 0.9, count)))
 
 
 def spread(count: int, most: int) -> list[int]:

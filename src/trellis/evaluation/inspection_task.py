@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import figures
 from ..files import write_whole
-from .inspection import check_place, inspect, trellis_layers
+from .inspection import check_place, inspect, recalls_all, trellis_layers
 from .inspection_picture import draw
 from .memory_measures import half_life
 from .output import print_table, progress
@@ -20,7 +21,9 @@ from .ppl import encode
 from .record import Records
 from .replay import PASSES, Arrays
 from .subject import Subject
-from .texts import hash_of
+
+#: The replay must give the model's own outputs, up to rounding.
+MOST_REPLAY_ERROR = 1e-3
 
 
 def run(
@@ -28,6 +31,7 @@ def run(
     text: str,
     out: Path,
     *,
+    source: str = "the command line",
     tokens: int | None = None,
     layer: int | None = None,
     head: int | None = None,
@@ -36,43 +40,70 @@ def run(
 ) -> tuple[dict[str, Any], Path, Path]:
     """Inspect the first `tokens` tokens of a text: the record, the arrays' file, the picture.
 
+    All are named as the record is. source: where the text came from, for the record.
+
     Raises:
-        ValueError: an empty text, no Trellis layer, no such layer or head.
+        ValueError: an empty text, no Trellis layer, no such layer or head; or the replay of the
+            memory does not give the outputs of the model.
     """
     check_place(subject, layer, head)
+    figures.check()
     if not text:
         raise ValueError("there is nothing to inspect: the text is empty")
     ids = encode(subject, text).ids[:tokens]
     setting = {
-        "text_sha256": hash_of([text]),
+        "ids_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "tokens": len(ids),
-        "layer": layer,
+        "layer": None if recalls_all(subject, len(ids), probes) else layer,
         "probes": probes,
         "rank_every": rank_every,
     }
     records = Records(out, "inspect")
-    key = json.dumps([setting, subject.about["weights_sha256"]], sort_keys=True)
-    stem = f"arrays-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    kept = records.folder / f"{stem}.npz"
+    measured: list[Arrays] = []
 
     def measure() -> dict[str, Any]:
         with progress(f"reading, {subject.name}", len(ids) * len(trellis_layers(subject))) as moved:
             arrays = inspect(
                 subject, ids, layer=layer, probes=probes, rank_every=rank_every, progress=moved
             )
-        save(kept, arrays)
-        return {"arrays": kept.name, "layers": summary(arrays)}
+        check_replay(arrays)
+        measured.append(arrays)
+        return {"layers": summary(arrays)}
 
-    record = records.measured(subject, setting, measure)
-    if not kept.is_file():  # the record was there, its arrays were not
+    record = records.measured(subject, setting, measure, {"source": source})
+    kept = _file_of(records, record).with_suffix(".npz")
+    if not measured and not kept.is_file():  # the record was there, its arrays were not
         measure()
+    if measured:
+        save(kept, measured[0])
     arrays = load(kept)
     _print(record, subject.name)
-    place = "" if head is None else f"-head-{head}"
-    picture = records.folder / f"{stem.replace('arrays', 'picture')}{place}.png"
+    place = "" if layer is None else f"-layer-{layer}"
+    place += "" if head is None else f"-head-{head}"
+    picture = kept.with_name(f"{kept.stem}{place}.png")
     draw(picture, arrays, subject.name, layer=layer, head=head)
     print(f"arrays: {kept}\npicture: {picture}")
     return record, kept, picture
+
+
+def _file_of(records: Records, record: dict[str, Any]) -> Path:
+    """Where a record is kept: it may have been written under another name of the model."""
+    for path in sorted(records.folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if all(content.get(key) == record[key] for key in ("setting", "result", "made_by")):
+            return path
+    raise FileNotFoundError(f"the record is no longer in {records.folder}: it was deleted")
+
+
+def check_replay(arrays: Arrays) -> None:
+    """Raises ValueError if what was measured is not what the model computed."""
+    for layer, error in zip(arrays["layers"], arrays["replay_error"]):
+        if not error <= MOST_REPLAY_ERROR:  # NaN is wrong as well
+            raise ValueError(
+                f"the memory of layer {layer}, run again by its definition, does not give the "
+                f"model's own outputs: they differ by {error:.1e} (relative RMS, at most "
+                f"{MOST_REPLAY_ERROR:.0e} is rounding), so nothing was kept"
+            )
 
 
 def save(path: Path, arrays: Arrays) -> None:
@@ -110,7 +141,7 @@ def _summary(arrays: Arrays, n: int, memory: str) -> dict[str, Any]:
     return {
         "forget_gate": float(gates.mean()),
         # None: nothing is ever forgotten.
-        "half_life": _finite(half_life(gates)),
+        "half_life_of_fastest_head": _finite(min(half_life(one) for one in gates)),
         "half_life_of_slowest_head": _finite(max(half_life(one) for one in gates)),
         "step_size": float(of("step_size").mean()),
         "write_norm": float(of("write_norm").mean()),
@@ -132,7 +163,7 @@ def _print(record: dict[str, Any], name: str) -> None:
     for layer in record["result"]["layers"]:
         for memory in PASSES:
             found = layer[memory]
-            lives = (_life(found[key]) for key in ("half_life", "half_life_of_slowest_head"))
+            lives = (_life(found[f"half_life_of_{which}_head"]) for which in ("fastest", "slowest"))
             errors = (_number(found[f"error_{when}"]) for when in ("before", "after"))
             rows.append([
                 layer["layer"], memory, f"{found['forget_gate']:.3f}", *lives,
@@ -142,10 +173,12 @@ def _print(record: dict[str, Any], name: str) -> None:
     modes = ", ".join(dict.fromkeys(layer["mode"] for layer in record["result"]["layers"]))
     tokens = record["setting"]["tokens"]
     print_table(
-        ["layer", "memory", "forget gate", "half-life, tokens", "of the slowest head",
+        ["layer", "memory", "forget gate", "half-life of the fastest head", "of the slowest",
          "step size", "error before \u2192 after", "effective rank at the end"],
-        rows, f"{name} reading {tokens:,} tokens, mode: {modes}",
+        rows, f"{name} reading {tokens:,} tokens, mode: {modes}; half-lives in tokens",
     )  # fmt: skip
+    most = max(layer["replay_error"] for layer in record["result"]["layers"])
+    print(f"the memory run again gives the model's own outputs up to {most:.1e} (relative RMS)")
 
 
 def _life(tokens: float | None) -> str:

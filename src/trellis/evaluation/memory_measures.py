@@ -110,7 +110,31 @@ def by_age(recalled: np.ndarray, written: np.ndarray, most: int) -> np.ndarray:
     return found
 
 
-def since_written(recalled: np.ndarray, written: np.ndarray) -> np.ndarray:
-    """recalled [P, T] less what it was just before each token was written; NaN for the first."""
-    before = recalled[np.arange(len(written)), np.maximum(written - 1, 0)]
-    return recalled - np.where(written > 0, before, np.nan)[:, None]
+def gained(knows: np.ndarray, written: np.ndarray) -> np.ndarray:
+    """What a write gained, and what is left of it later: [P, T], NaN before each write.
+
+    knows [P, T]: how well the memory knows token `written[i]` at time t, more is better. The gain
+    is knows[i, t] less its value just before the write, less the mean change over the same time of
+    tokens that are still unwritten at t: what passing time does to any token. NaN where too few of
+    these are left, and for a write at time 0, before which there is nothing.
+    """
+    probes, tokens = knows.shape
+    least = max(1, probes // 8)
+    found = np.full(knows.shape, np.nan)
+    for t in range(tokens):
+        unwritten = knows[written > t]
+        if len(unwritten) < least:
+            break
+        rows = np.flatnonzero((written > 0) & (written <= t))
+        before = written[rows] - 1
+        control = (unwritten[:, t, None] - unwritten[:, before]).mean(0)
+        found[rows, t] = knows[rows, t] - knows[rows, before] - control
+    return found
+
+
+def over_age(values: np.ndarray, written: np.ndarray, most: int) -> np.ndarray:
+    """values [P, T] from time to age: [P, most + 1], NaN beyond the text."""
+    place = written[:, None] + np.arange(most + 1)
+    inside = place < values.shape[1]
+    rows = np.arange(len(written))[:, None]
+    return np.where(inside, values[rows, np.minimum(place, values.shape[1] - 1)], np.nan)

@@ -54,7 +54,7 @@ class Replay:
     def __init__(self, mixer: TrellisMixer, place: int, arrays: Arrays, rank_every: int):
         self.mixer, self.place, self.arrays, self.rank_every = mixer, place, arrays, rank_every
         self.state: MemoryState | None = None
-        self.recalls: dict[str, list[np.ndarray]] = {}
+        self.recalls: dict[str, list[np.ndarray]] = {name: [] for name in RECALLS}
         self.asked: tuple[Pair, Pair, Tensor, Tensor] | None = None
         self.squares = torch.zeros(2, dtype=torch.float64)  # of the difference, and of the output
 
@@ -67,7 +67,6 @@ class Replay:
         )
         keys, values = pairs(self.mixer, inputs[0]._replace(k=k, v=v, alpha=alpha))
         self.asked = keys, values, k, v
-        self.recalls = {name: [] for name in RECALLS}
 
     def read(self, heard: Heard) -> None:
         """Tokens that follow on those read before."""

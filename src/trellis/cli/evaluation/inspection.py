@@ -39,7 +39,8 @@ def inspect(
             raise ValueError(f"{file} must be text in UTF-8: {error}") from error
     assert text is not None
     (subject,) = subjects([model], threads, device)
+    source = "the command line" if file is None else str(file)
     inspection_task.run(
-        subject, text, out, tokens=tokens, layer=layer, head=head, probes=probes,
+        subject, text, out, source=source, tokens=tokens, layer=layer, head=head, probes=probes,
         rank_every=rank_every,
     )  # fmt: skip
