@@ -5,9 +5,9 @@ import torch
 from tests.mixers.cases import CASES
 
 from trellis import TrellisConfig, TrellisForCausalLM
-from trellis.bench.flops import definition, elsewhere, linear, products
+from trellis.bench.flops import definition, elsewhere, products
 from trellis.mixers import build_mixer
-from trellis.models.flops import forward_flops, training_flops
+from trellis.models.flops import forward_flops, linear_entries, training_flops
 
 DIM, HEADS, TOKENS = 64, 2, 7
 
@@ -33,7 +33,9 @@ def test_matrix_products_are_most_of_a_memory():
 def test_attention_sees_half_of_the_square(tokens):
     """In one call the counter takes all pairs; the formula those that are seen."""
     mixer = build_mixer("transformer", DIM, HEADS)
-    counted = products(lambda: mixer(torch.zeros(1, tokens, DIM))) / tokens - 2 * linear(mixer)
+    counted = products(lambda: mixer(torch.zeros(1, tokens, DIM))) / tokens - 2 * linear_entries(
+        mixer
+    )
     assert counted == 4 * DIM * tokens
     assert mixer.flops(tokens) == counted * (tokens + 1) / (2 * tokens)
 
@@ -69,6 +71,6 @@ def test_linear_maps_are_counted_once_each():
     """The head of tied embeddings is a map too; an embedding is a look-up."""
     model, _ = whole_model("linear_attention")
     block = 4 * DIM * DIM + 3 * DIM * 64
-    assert linear(model) == 3 * block + 100 * DIM
+    assert linear_entries(model) == 3 * block + 100 * DIM
     mixing = 3 * 4 * HEADS * 32 * 33
-    assert forward_flops(model, 1000) == 2 * linear(model) + mixing
+    assert forward_flops(model, 1000) == 2 * linear_entries(model) + mixing

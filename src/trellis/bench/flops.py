@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,6 +21,7 @@ from ..mixers.abc import ABCMixer
 from ..mixers.layers import ShortConvolution
 from ..mixers.mamba2 import Mamba2Mixer
 from ..mixers.state_tree import named_tensors
+from ..models.flops import linear_entries
 
 
 class Counted(NamedTuple):
@@ -49,7 +49,9 @@ def definition(
                 _, state = mixer(token, state)
     found = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     pointwise = sum(found.pop(str(op), 0) for op in _POINTWISE)
-    return mixer, Counted(sum(found.values()) / tokens - 2 * linear(mixer), pointwise / tokens)
+    return mixer, Counted(
+        sum(found.values()) / tokens - 2 * linear_entries(mixer), pointwise / tokens
+    )
 
 
 def elsewhere(mixer: Mixer) -> dict[str, float]:
@@ -74,11 +76,6 @@ def products(call: Callable[[], object]) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
-
-
-def linear(module: nn.Module) -> int:
-    """Entries of all linear maps."""
-    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
 
 
 #: Operations per entry of the result.

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from .options import names
+
 Run = Annotated[Path, typer.Argument(help="A run's folder, or one that `trellis export` wrote.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value, in place of the recipe's.")
@@ -62,12 +64,12 @@ def compare(
     from ..training.loop import TrainingStopped
     from ..training.recipe import load_recipe
 
-    names = [name.strip() for name in mixers.split(",")] if mixers else list(MIXERS)
-    for name in names:
+    compared = names(mixers) if mixers else list(MIXERS)
+    for name in compared:
         check_name(name)
     chosen = load_recipe(recipe, settings or ())
     try:
-        compare_runs(chosen, names, out or Path("runs") / recipe.stem, typer.echo)
+        compare_runs(chosen, compared, out or Path("runs") / recipe.stem, typer.echo)
     except TrainingStopped as error:
         sys.exit(f"trellis: {error}")
 

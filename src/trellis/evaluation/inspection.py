@@ -161,12 +161,13 @@ def inspect(
     }
 
 
-def slowest(arrays: Arrays) -> tuple[int, int]:
-    """The layer with the head that forgets keys most slowly, and that head."""
+def slowest(arrays: Arrays, layer: int | None = None) -> tuple[int, int]:
+    """The layer with the head that forgets keys most slowly, and that head; or that of a layer."""
+    chosen = slice(None) if layer is None else arrays["layers"] == layer
     with np.errstate(divide="ignore"):
-        logs = np.log(arrays["keys_forget_gate"].astype(np.float64)).mean(-1)
+        logs = np.log(arrays["keys_forget_gate"][chosen].astype(np.float64)).mean(-1)
     place, head = np.unravel_index(int(logs.argmax()), logs.shape)
-    return int(arrays["layers"][place]), int(head)
+    return int(arrays["layers"][chosen][place]), int(head)
 
 
 def mode_of(mixer: TrellisMixer) -> str:

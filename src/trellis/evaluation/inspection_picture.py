@@ -78,7 +78,7 @@ def draw(
         said = EXPLAINED.format(pairs=PAIRS[str(arrays["value_pass"][0])])
         parts[0].text(0.5, 0.5, said, ha="center", va="center", fontsize=10)
         _curves(parts[1], arrays, series, rows, heads=layer is not None)
-        place = slowest(arrays) if layer is None else (layer, _slowest_head(arrays, layer))
+        place = slowest(arrays, layer)
         shown = place if head is None else (place[0], head)
         ages = _ages(arrays, kept, shown)
         draw_retentions(parts[2], arrays, kept, ages, (WIDTH, IMAGE), left_out)
@@ -213,8 +213,3 @@ def _errors(
         axis.fill_between(
             places, mean_of(high), mean_of(low), color=colour, alpha=0.15, linewidth=0
         )
-
-
-def _slowest_head(arrays: Arrays, layer: int) -> int:
-    place = arrays["layers"].tolist().index(layer)
-    return int(np.argmax([half_life(one) for one in arrays["keys_forget_gate"][place]]))

@@ -71,7 +71,10 @@ def run(
         return {"layers": summary(arrays)}
 
     record = records.measured(subject, setting, measure, {"source": source})
-    kept = _file_of(records, record).with_suffix(".npz")
+    written = records.file_of(subject, setting)
+    if written is None:
+        raise FileNotFoundError(f"the record is no longer in {records.folder}: it was deleted")
+    kept = written.with_suffix(".npz")
     if not measured and not kept.is_file():  # the record was there, its arrays were not
         measure()
     if measured:
@@ -84,15 +87,6 @@ def run(
     draw(picture, arrays, subject.name, layer=layer, head=head)
     print(f"arrays: {kept}\npicture: {picture}")
     return record, kept, picture
-
-
-def _file_of(records: Records, record: dict[str, Any]) -> Path:
-    """Where a record is kept: it may have been written under another name of the model."""
-    for path in sorted(records.folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        if all(content.get(key) == record[key] for key in ("setting", "result", "made_by")):
-            return path
-    raise FileNotFoundError(f"the record is no longer in {records.folder}: it was deleted")
 
 
 def check_replay(arrays: Arrays) -> None:

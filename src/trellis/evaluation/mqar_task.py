@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..figures import figure
 from ..mixers import MIXERS, Mixer
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
+from ..models.presets import weightless
 from .mqar import Examples, Setting, accuracy, examples
 from .mqar_preset import Group, Preset
 from .mqar_presets import PRESETS
 from .mqar_training import Trained, train
 from .output import print_table
-from .record import Records
+from .record import Records, digest
 
 
 def run(
@@ -48,12 +47,12 @@ def run(
         for width in preset.widths
         for mixer in mixers
     ]
-    weightless = [_weightless(config) for _, _, config in plans]  # raises before any training
+    models = [weightless(config) for _, _, config in plans]  # raises before any training
     common = _common(preset, seed)
     records = Records(out, "mqar")
     for group in preset.groups:
         tests = {setting: _test_set(setting, preset, seed) for setting in group.test}
-        for (mixer, width, config), model in zip(plans, weightless):
+        for (mixer, width, config), model in zip(plans, models):
             identity = {"mixer": mixer, "width": width, "fields": config.mixer_config}
             about = {
                 "name": _name(mixer, config),
@@ -96,8 +95,7 @@ def _picture(preset: Preset, common: dict[str, Any]) -> str:
     known = PRESETS.get(preset.name)
     if known is not None and common == _common(known, seed=0):
         return f"{preset.name}.png"
-    digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
-    return f"{preset.name}-{digest[:8]}.png"
+    return f"{preset.name}-{digest(common, 8)}.png"
 
 
 def _config(mixer: str, width: int, preset: Preset, fields: dict[str, Any]) -> TrellisConfig:
@@ -106,11 +104,6 @@ def _config(mixer: str, width: int, preset: Preset, fields: dict[str, Any]) -> T
         num_attention_heads=preset.heads, mixer=mixer,
         mixer_config={mixer: fields} if fields else None,
     )  # fmt: skip
-
-
-def _weightless(config: TrellisConfig) -> TrellisForCausalLM:
-    with torch.device("meta"):
-        return TrellisForCausalLM(config)
 
 
 def _state_size(model: TrellisForCausalLM, tokens: int) -> int:

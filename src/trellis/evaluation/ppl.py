@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..training.validation import perplexity_of
 from .scoring import BATCH_TOKENS, Progress, batches
 from .subject import Subject
 
@@ -89,7 +90,7 @@ class Totals:
         loss = total / count
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
+            "perplexity": perplexity_of(loss),
             "bits_per_byte": total / math.log(2) / size,
             "tokens": count,
             "bytes": size,

@@ -65,12 +65,12 @@ class Records:
         Raises:
             ValueError: the folder cannot be written, which is tried before measuring.
         """
-        key = {"format": FORMAT, "task": self.task, "setting": setting, "model": identity}
-        digest = _digest(key)
+        mark = self._mark(identity, setting)
         today = json.loads(json.dumps({"model": about, "note": note or {}}))
-        for path in sorted(self.folder.glob(f"*-{digest}.json")):
-            return {**_read(path), **today}
-        self._check_writable()
+        there = self._find(mark)
+        if there is not None:
+            return {**_read(there), **today}
+        check_writable(self.folder, self.folder.parent)
         made_by = provenance()
         start = time.monotonic()
         result = measure()
@@ -84,23 +84,36 @@ class Records:
             "made_by": made_by,
         }
         content = json.dumps(record, indent=1) + "\n"
-        write_whole(self.folder / f"{slug(name)}-{digest}.json", content.encode())
+        write_whole(self.folder / f"{slug(name)}-{mark}.json", content.encode())
         return json.loads(content)  # as it will be read
 
-    def _check_writable(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"--out must be a folder that can be written; got {self.folder.parent}: {error}"
-            ) from error
+    def file_of(self, subject: Subject, setting: dict[str, Any]) -> Path | None:
+        """Where the record is, maybe under another name of the model; None if there is none."""
+        return self._find(self._mark(_identity(subject), setting))
+
+    def _mark(self, identity: dict[str, Any], setting: dict[str, Any]) -> str:
+        key = {"format": FORMAT, "task": self.task, "setting": setting, "model": identity}
+        return digest(key)
+
+    def _find(self, mark: str) -> Path | None:
+        return min(self.folder.glob(f"*-{mark}.json"), default=None)
 
     def all(self) -> list[dict[str, Any]]:
         """Every record of this format in the folder, whoever wrote it."""
         found = [_read(path) for path in sorted(self.folder.glob("*.json"))]
         return [record for record in found if record.get("format") == FORMAT]
+
+
+def check_writable(folder: Path, out: Path) -> None:
+    """Makes a folder at or below `out`. Raises ValueError if files cannot be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out must be a folder that can be written; got {out}: {error}"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -130,8 +143,9 @@ def _identity(subject: Subject) -> dict[str, Any]:
     return {name: subject.about[name] for name in names}
 
 
-def _digest(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+def digest(key: Any, length: int = 12) -> str:
+    """Names a file by what it depends on."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:length]
 
 
 def slug(name: str) -> str:

@@ -19,19 +19,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
 from ..mixers import mixer_config
 from ..models.config import TrellisConfig
 from ..models.flops import training_flops
-from ..models.modeling import TrellisForCausalLM
+from ..models.presets import weightless
 from ..training import checkpoint as checkpoints
 from ..training.metrics import FILE, read_metrics
 from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
 from ..training.schedule import context_at
+from ..training.validation import perplexity_of
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Training:
             "tokens": self.tokens(step),
             "flops": self.flops[step],
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
+            "perplexity": perplexity_of(loss),
             "bits_per_byte": bits_per_byte,
         }
 
@@ -93,8 +92,7 @@ def read_training(run: Path) -> Training:
     records = read_metrics(run)
     saved = checkpoints.open_checkpoint(run, verify=False)
     config = TrellisConfig.from_dict(json.loads((saved.path / "config.json").read_text()))
-    with torch.device("meta"):
-        model = TrellisForCausalLM(config)
+    model = weightless(config)
     steps = max([saved.step, *(record["step"] for record in records)])
     contexts = contexts_of(recipe, records, steps)
     of_step = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from ..files import write_whole
 from ..training.run import load_run
 from .output import print_table, progress
 from .ppl import encode, perplexity
-from .record import Records, provenance
+from .record import Records, check_writable, digest, provenance
 from .scaling import (
     PowerLaw,
     Training,
@@ -68,7 +67,7 @@ def run(
             "context": context,
             "windows": "disjoint",
         }
-    _make(out)
+    check_writable(out, out)
     records = Records(out, "scaling")
     found = []
     for training, variant, name in zip(trainings, variants(trainings), _labels(paths)):
@@ -95,8 +94,7 @@ def run(
         "fitted": "bits per byte" if bits_per_byte else "loss, nats per token",
         "made_by": provenance(),
     }
-    key = json.dumps([sorted(str(path.resolve()) for path in paths), unit, setting])
-    stem = f"scaling-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    stem = f"scaling-{digest([sorted(str(path.resolve()) for path in paths), unit, setting])}"
     written, picture = out / f"{stem}.json", out / f"{stem}.png"
     draw(picture, by_variant(found), unit)
     write_whole(written, (json.dumps(result, indent=1) + "\n").encode())
@@ -120,13 +118,6 @@ def _check_options(
             raise ValueError(
                 f"--{name} {value} needs --data: recorded validations are taken as they are"
             )
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out must be a folder; got {out}: {error}") from error
 
 
 def _subject(training: Training, name: str, device: str) -> Subject:

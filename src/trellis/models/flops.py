@@ -18,13 +18,15 @@ def forward_flops(model: nn.Module, context: int) -> float:
 
     Embedding look-ups, norms and activations are left out: they do not grow with the width squared.
     """
-    linear = sum(
-        m.in_features * m.out_features for m in model.modules() if isinstance(m, nn.Linear)
-    )
     mixing = sum(m.flops(context) for m in model.modules() if isinstance(m, Mixer))
-    return 2 * linear + mixing
+    return 2 * linear_entries(model) + mixing
 
 
 def training_flops(model: nn.Module, context: int) -> float:
     """Operations per token of a training step, without what activation checkpointing repeats."""
     return 3 * forward_flops(model, context)
+
+
+def linear_entries(module: nn.Module) -> int:
+    """Entries of all linear maps."""
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))

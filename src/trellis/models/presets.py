@@ -47,7 +47,7 @@ def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> T
 
 def count_parameters(config: TrellisConfig) -> int:
     """Parameters of the language model, tied weights counted once. Allocates nothing."""
-    return sum(parameter.numel() for parameter in _weightless(config).parameters())
+    return sum(parameter.numel() for parameter in weightless(config).parameters())
 
 
 class Description(NamedTuple):
@@ -67,7 +67,7 @@ def describe(
 ) -> Description:
     """What a preset comes to with a mixer."""
     config = preset(name, mixer_name, **overrides)
-    model = _weightless(config)
+    model = weightless(config)
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
     numbers = sum(mixer.state_size() for mixer in mixers)
     return Description(
@@ -83,7 +83,8 @@ def describe(
     )
 
 
-def _weightless(config: TrellisConfig) -> TrellisForCausalLM:
+def weightless(config: TrellisConfig) -> TrellisForCausalLM:
+    """The model on the meta device: its shapes, and no memory."""
     with torch.device("meta"):
         return TrellisForCausalLM(config)
 

@@ -40,9 +40,14 @@ def validate(
     loss = summed / count
     return {
         "validation_loss": loss,
-        "validation_perplexity": math.exp(min(loss, 700.0)),
+        "validation_perplexity": perplexity_of(loss),
         "validation_bits_per_byte": loss / math.log(2) * stream.tokens / max(stream.bytes, 1),
     }
+
+
+def perplexity_of(loss: float) -> float:
+    """Of nats per token; never so large that it is no number."""
+    return math.exp(min(loss, 700.0))
 
 
 def _loss(

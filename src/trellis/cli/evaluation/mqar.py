@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import numbers
+from ..options import names, numbers
 from .common import DEFAULT_OUT, Device, Limit, Out, Threads, set_machine
 
 
@@ -52,7 +52,7 @@ def mqar(
     from ...mixers import MIXERS
     from ...mixers.registry import check_name
 
-    chosen = list(MIXERS) if mixers == "all" else [name.strip() for name in mixers.split(",")]
+    chosen = list(MIXERS) if mixers == "all" else names(mixers)
     for name in chosen:
         check_name(name)
     base = mqar_presets.preset(preset)
