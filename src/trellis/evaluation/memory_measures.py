@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import compute_dtype
 from ..mixers.trellis import MemoryInputs, TrellisMixer
-from ..ops.checks import compute_dtype
 from ..ops.memory.activations import FUNCTIONS
 from ..ops.memory.interface import value_write
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..mixers.base import at_least
+from .. import checks
 from ..models.loss import IGNORED
 from ..models.modeling import TrellisForCausalLM
 
@@ -38,8 +38,8 @@ class Setting(NamedTuple):
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError where no such sequence exists."""
-        at_least("the length of a sequence", self.length, 1)
-        at_least("the number of pairs", self.pairs, 1)
+        checks.at_least("the length of a sequence", self.length, 1)
+        checks.at_least("the number of pairs", self.pairs, 1)
         if vocab_size < 4 or vocab_size % 2:
             raise ValueError(f"vocab_size must be even and at least 4; got {vocab_size}")
         if self.pairs > vocab_size // 2 - 1:
@@ -89,9 +89,9 @@ def examples(
         ValueError: there are no sequences of this setting.
     """
     setting.check(vocab_size)
-    at_least("count", count, 1)
-    at_least("first", first, 0)
-    at_least("seed", seed, 0)
+    checks.at_least("count", count, 1)
+    checks.at_least("first", first, 0)
+    checks.at_least("seed", seed, 0)
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
     begin, end = first // BLOCK, -(-(first + count) // BLOCK)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..mixers.base import at_least, positive
+from .. import checks
 from .mqar import Setting
 
 
@@ -75,21 +75,21 @@ class Preset:
             for setting in (*(source.setting for source in group.train), *group.test):
                 setting.check(self.vocab_size)
         for name in ("batch_tokens", "test_examples", "validation_examples", "layers", "heads"):
-            at_least(name, getattr(self, name), 1)
+            checks.at_least(name, getattr(self, name), 1)
         for name in ("steps", "epochs", "check_every"):
-            at_least(name, getattr(self, name), 1, optional=True)
+            checks.at_least(name, getattr(self, name), 1, optional=True)
         if self.steps is None and self.epochs is None:
             raise ValueError("one of steps and epochs must be given")
         if not self.widths or not self.learning_rates:
             raise ValueError("widths and learning_rates must have at least one number each")
         for width in self.widths:
-            at_least("each of widths", width, 1)
+            checks.at_least("each of widths", width, 1)
         for rate in self.learning_rates:
-            positive("each of learning_rates", rate)
+            checks.positive("each of learning_rates", rate)
         for length, rows in self.batch_rows:
-            at_least(f"batch_rows of length {length}", rows, 1)
+            checks.at_least(f"batch_rows of length {length}", rows, 1)
         if self.clip is not None:
-            positive("clip", self.clip)
+            checks.positive("clip", self.clip)
         if self.validate_on not in ("train", "test"):
             raise ValueError(f"validate_on must be train or test; got {self.validate_on!r}")
         if not 0 <= self.easy_first <= 1:

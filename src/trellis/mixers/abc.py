@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops import SlotState, checks, gated_slots, running_softmax, silu_product
+from .. import checks
+from ..ops import SlotState, gated_slots, running_softmax, silu_product
 from ..ops.gated_slots import LOGIT_BOUND
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, even_head_size, head_size
+from .base import Mixer, even_head_size, head_size
 from .layers import RMSNorm, blank_state, places, rotated, sequences, wide
 
 WRITES = ("time", "slots")
@@ -47,10 +48,10 @@ class ABCMixerConfig:
     def __post_init__(self) -> None:
         checks.choice("write", self.write, WRITES)
         checks.choice("backend", self.backend, BACKENDS)
-        at_least("slots", self.slots, 1)
-        at_least("norm_eps", self.norm_eps, 0, whole=False)
-        at_least("heads", self.heads, 1, optional=True)
-        at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
+        checks.at_least("slots", self.slots, 1)
+        checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        checks.at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
 
 
 class ABCState(NamedTuple):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from .. import checks
+
 __all__ = [
     "Mixer",
     "State",
-    "at_least",
-    "check_streams",
     "even_head_size",
     "head_size",
     "names_without_weight_decay",
@@ -69,50 +67,8 @@ def names_without_weight_decay(module: nn.Module) -> set[str]:
     }
 
 
-def check_streams(name: str, value: Sequence[str]) -> tuple[str, ...]:
-    streams = tuple(value)
-    if isinstance(value, str) or not set(streams) <= {"q", "k", "v"}:
-        raise ValueError(f"{name} must be a list of some of 'q', 'k' and 'v'; got {value!r}")
-    return streams
-
-
-def at_least(
-    name: str, value: float | None, least: float, *, whole: bool = True, optional: bool = False
-) -> None:
-    """optional: None is accepted."""
-    if optional and value is None:
-        return
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or value is None or not value >= least or math.isinf(value):
-        kind = "whole number" if whole else "number"
-        raise ValueError(f"{name} must be a {kind} of at least {least}; got {value!r}")
-
-
-def bounds(
-    name: str, value: object, least: float, *, open_end: bool = False
-) -> tuple[float, float]:
-    """(low, high) with least < low <= high (least <= low with `open_end`), both finite."""
-    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
-    numbers = len(pair) == 2 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in pair)
-    if not numbers or not (pair[0] >= least if open_end else pair[0] > least) or pair[0] > pair[1]:
-        sign = "<=" if open_end else "<"
-        raise ValueError(f"{name} must be a range {least:g} {sign} low <= high; got {value!r}")
-    return pair[0], pair[1]
-
-
-def flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false; got {value!r}")
-
-
-def positive(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{name} must be a number above 0; got {value!r}")
-
-
 def head_size(dim: int, heads: int) -> int:
-    at_least("heads", heads, 1)
+    checks.at_least("heads", heads, 1)
     if dim % heads:
         raise ValueError(f"heads must divide the width, {dim}; got {heads}")
     return dim // heads

@@ -17,9 +17,10 @@ from typing import ClassVar, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import checks, delta_rule, silu_product, unit_length
+from .. import checks
+from ..ops import delta_rule, silu_product, unit_length
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, check_streams, flag, head_size
+from .base import Mixer, head_size
 from .layers import DecayGate, RMSNorm, StreamConvolutions, blank_state, sequences, wide
 
 #: The authors draw the rate from (0, 16); at 0 its log would be -inf, and stay so.
@@ -55,13 +56,13 @@ class DeltaNetMixerConfig:
 
     def __post_init__(self) -> None:
         checks.choice("backend", self.backend, BACKENDS)
-        at_least("conv_width", self.conv_width, 0)
-        at_least("norm_eps", self.norm_eps, 0, whole=False)
-        at_least("heads", self.heads, 1, optional=True)
-        at_least("head", self.head, 1, optional=True)
-        flag("use_gate", self.use_gate)
-        flag("allow_neg_eigval", self.allow_neg_eigval)
-        self.conv_on = check_streams("conv_on", self.conv_on) if self.conv_width else ()
+        checks.at_least("conv_width", self.conv_width, 0)
+        checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        checks.at_least("head", self.head, 1, optional=True)
+        checks.flag("use_gate", self.use_gate)
+        checks.flag("allow_neg_eigval", self.allow_neg_eigval)
+        self.conv_on = checks.streams("conv_on", self.conv_on) if self.conv_width else ()
 
 
 @dataclass
@@ -163,7 +164,7 @@ class DeltaNetMixer(Mixer):
 
 
 def _value_size(key: int, expand_v: float) -> int:
-    at_least("expand_v", expand_v, 0, whole=False)
+    checks.at_least("expand_v", expand_v, 0, whole=False)
     size = round(key * expand_v)
     if size < 1 or abs(size - key * expand_v) > 1e-6:
         raise ValueError(

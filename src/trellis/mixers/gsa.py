@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import SlotState, checks, gated_slots
+from .. import checks
+from ..ops import SlotState, gated_slots
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, head_size, positive
+from .base import Mixer, head_size
 from .layers import RMSNorm, blank_state, sequences, wide
 
 #: The authors' number of heads, at every width.
@@ -44,11 +45,11 @@ class GSAMixerConfig:
 
     def __post_init__(self) -> None:
         checks.choice("backend", self.backend, BACKENDS)
-        at_least("slots", self.slots, 1)
-        at_least("norm_eps", self.norm_eps, 0, whole=False)
-        at_least("heads", self.heads, 1, optional=True)
-        positive("decay_temperature", self.decay_temperature)
-        positive("scale", self.scale)
+        checks.at_least("slots", self.slots, 1)
+        checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        checks.positive("decay_temperature", self.decay_temperature)
+        checks.positive("scale", self.scale)
 
 
 class GSAMixer(Mixer):

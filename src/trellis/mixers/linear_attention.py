@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import LinearAttentionState, checks, linear_attention
+from .. import checks
+from ..ops import LinearAttentionState, linear_attention
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, flag, head_size, positive
+from .base import Mixer, head_size
 from .layers import RMSNorm, blank_state, sequences, wide
 
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
@@ -44,14 +45,14 @@ class LinearAttentionMixerConfig:
     def __post_init__(self) -> None:
         checks.choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
         checks.choice("backend", self.backend, BACKENDS)
-        positive("normalizer_eps", self.normalizer_eps)
-        flag("output_norm", self.output_norm)
-        at_least("norm_eps", self.norm_eps, 0, whole=False)
-        at_least("heads", self.heads, 1, optional=True)
+        checks.positive("normalizer_eps", self.normalizer_eps)
+        checks.flag("output_norm", self.output_norm)
+        checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
+        checks.at_least("heads", self.heads, 1, optional=True)
         signed = self.feature_map == "identity"
         if self.normalize is None:
             self.normalize = not signed
-        flag("normalize", self.normalize)
+        checks.flag("normalize", self.normalize)
         if self.normalize and signed:
             raise ValueError(
                 "normalize must be False with feature_map='identity', whose weights may sum to "

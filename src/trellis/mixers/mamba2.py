@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops import checks, linear_attention, silu_product
+from .. import checks
+from ..ops import linear_attention, silu_product
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, bounds, flag
+from .base import Mixer
 from .layers import DecayGate, RMSNorm, ShortConvolution, blank_state, sequences
 
 
@@ -56,15 +57,15 @@ class Mamba2MixerConfig:
     def __post_init__(self) -> None:
         checks.choice("backend", self.backend, BACKENDS)
         for name in ("state", "head", "expand", "groups", "conv_width"):
-            at_least(name, getattr(self, name), 1)
-        at_least("heads", self.heads, 1, optional=True)
-        at_least("step_floor", self.step_floor, 0, whole=False)
-        at_least("norm_eps", self.norm_eps, 0, whole=False)
-        flag("conv_bias", self.conv_bias)
-        self.decay_rate = bounds("decay_rate", self.decay_rate, 0)
-        self.decay_step = bounds("decay_step", self.decay_step, 0)
+            checks.at_least(name, getattr(self, name), 1)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        checks.at_least("step_floor", self.step_floor, 0, whole=False)
+        checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
+        checks.flag("conv_bias", self.conv_bias)
+        self.decay_rate = checks.number_range("decay_rate", self.decay_rate, 0)
+        self.decay_step = checks.number_range("decay_step", self.decay_step, 0)
         if self.step_limit is not None:
-            self.step_limit = bounds("step_limit", self.step_limit, 0, open_end=True)
+            self.step_limit = checks.number_range("step_limit", self.step_limit, 0, open_end=True)
 
 
 class Mamba2State(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from .. import checks
 from .abc import ABCMixer, ABCMixerConfig
 from .base import Mixer
 from .delta_net import DeltaNetMixer, DeltaNetMixerConfig, GatedDeltaNetMixerConfig
@@ -33,8 +33,7 @@ MIXERS: dict[str, tuple[type, type[Mixer]]] = {
 
 def check_name(name: object) -> None:
     if name not in MIXERS:
-        near = difflib.get_close_matches(str(name), MIXERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = checks.did_you_mean(name, MIXERS)
         raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {name!r}{hint}")
 
 
@@ -45,8 +44,7 @@ def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(config_class)]
     for field in fields:
         if field not in known:
-            near = difflib.get_close_matches(field, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = checks.did_you_mean(field, known)
             raise ValueError(f"mixer {name!r} has no field {field!r}{hint}")
     return config_class(**fields)
 

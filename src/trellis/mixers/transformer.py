@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Mixer, at_least, even_head_size, head_size
+from .. import checks
+from .base import Mixer, even_head_size, head_size
 from .layers import rotated
 
 #: A mask is built for so many (query, key) pairs at a time.
@@ -33,9 +34,9 @@ class TransformerMixerConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        at_least("heads", self.heads, 1, optional=True)
-        at_least("window", self.window, 1, optional=True)
-        at_least("rope_theta", self.rope_theta, 1, whole=False)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        checks.at_least("window", self.window, 1, optional=True)
+        checks.at_least("rope_theta", self.rope_theta, 1, whole=False)
 
 
 class AttentionState(NamedTuple):

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import MemoryState, checks, trellis_memory, trellis_memory_step, unit_length
+from .. import checks
+from ..ops import MemoryState, trellis_memory, trellis_memory_step, unit_length
 from ..ops.memory import BACKENDS
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
 from ..ops.memory.start import MODES, VALUE_PASSES
-from .base import Mixer, at_least, bounds, check_streams, head_size, positive
+from .base import Mixer, head_size
 from .layers import (
     DecayGate,
     GatedNorm,
@@ -106,22 +107,22 @@ class TrellisMixerConfig:
         checks.choice("step", self.step, STEPS)
         checks.choice("decay", self.decay, DECAYS)
         checks.choice("backend", self.backend, BACKENDS)
-        at_least("minibatch", self.minibatch, 1)
-        at_least("conv_width", self.conv_width, 0)
-        at_least("step_max", self.step_max, 0, whole=False)
-        at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
-        at_least("slots", self.slots, 1, optional=True)
-        at_least("heads", self.heads, 1, optional=True)
-        self.conv_on = check_streams("conv_on", self.conv_on) if self.conv_width else ()
+        checks.at_least("minibatch", self.minibatch, 1)
+        checks.at_least("conv_width", self.conv_width, 0)
+        checks.at_least("step_max", self.step_max, 0, whole=False)
+        checks.at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
+        checks.at_least("slots", self.slots, 1, optional=True)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        self.conv_on = checks.streams("conv_on", self.conv_on) if self.conv_width else ()
         if self.normalize is None:
             encode = self.value_pass == "encode"
             self.normalize = ("q",) if self.lms_step else ("q", "k", "v") if encode else ("q", "k")
-        self.normalize = check_streams("normalize", self.normalize)
+        self.normalize = checks.streams("normalize", self.normalize)
         if self.learn_initial_memory is None:
             self.learn_initial_memory = self.phi in NORMALISING_PHI
-        self.decay_rate = bounds("decay_rate", self.decay_rate, 0)
-        self.decay_step = bounds("decay_step", self.decay_step, 0)
-        positive("decay_temperature", self.decay_temperature)
+        self.decay_rate = checks.number_range("decay_rate", self.decay_rate, 0)
+        self.decay_step = checks.number_range("decay_step", self.decay_step, 0)
+        checks.positive("decay_temperature", self.decay_temperature)
 
 
 class MemoryInputs(NamedTuple):

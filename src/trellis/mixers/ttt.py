@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import TTTState, checks, ttt_linear
+from .. import checks
+from ..ops import TTTState, ttt_linear
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, at_least, even_head_size, head_size
+from .base import Mixer, even_head_size, head_size
 from .layers import StreamConvolutions, places, rotated, sequences, wide
 
 #: Of the layer norm over the width, as in the op.
@@ -56,12 +57,12 @@ class TTTMixerConfig:
 
     def __post_init__(self) -> None:
         checks.choice("backend", self.backend, BACKENDS)
-        at_least("minibatch", self.minibatch, 1)
-        at_least("base_lr", self.base_lr, 0, whole=False)
-        at_least("conv_width", self.conv_width, 0)
-        at_least("initial_std", self.initial_std, 0, whole=False)
-        at_least("heads", self.heads, 1, optional=True)
-        at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
+        checks.at_least("minibatch", self.minibatch, 1)
+        checks.at_least("base_lr", self.base_lr, 0, whole=False)
+        checks.at_least("conv_width", self.conv_width, 0)
+        checks.at_least("initial_std", self.initial_std, 0, whole=False)
+        checks.at_least("heads", self.heads, 1, optional=True)
+        checks.at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
         if self.share_qk and not self.conv_width:
             raise ValueError(
                 "conv_width must be at least 1 with share_qk, or q and k would be the same; got 0"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .. import checks
 from ..mixers import mixer_config
 from ..mixers.registry import check_name
 from .registration import register_models
@@ -77,9 +77,9 @@ class TrellisConfig(PreTrainedConfig):
         """Hugging Face keeps unknown fields, so a slip of the pen would pass unseen."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-            if near and not name.endswith("_token_id"):
-                raise ValueError(f"TrellisConfig has no field {name!r}; did you mean {near[0]!r}?")
+            hint = checks.did_you_mean(name, known, cutoff=0.9)
+            if hint and not name.endswith("_token_id"):
+                raise ValueError(f"TrellisConfig has no field {name!r}{hint}")
 
     @property
     def _mixer_names(self) -> list[str]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
-from ..ops import checks
+from .. import checks
 from ..ops.cross_entropy import IGNORED, cross_entropy_
-from ..ops.environment import under_transform
+from ..ops.dispatch import under_transform
 
 __all__ = ["IGNORED", "next_token_loss"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import inspect
 import json
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .. import checks
 from ..mixers.layers import RMSNorm
-from ..ops import checks
 from .backbone import Block
 from .cache import TrellisCache, hash_weights
 from .carry import Relay
@@ -370,9 +369,9 @@ def _as_dict(return_dict: bool | None, config: TrellisConfig) -> bool:
 def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
     """generate() and others pass keywords that do not concern this model; a slip is an error."""
     for name, value in unknown.items():
-        near = difflib.get_close_matches(name, inspect.signature(function).parameters, 1, 0.85)
-        if value is not None and near:
-            raise TypeError(f"there is no argument {name!r}; did you mean {near[0]!r}?")
+        hint = checks.did_you_mean(name, inspect.signature(function).parameters, cutoff=0.85)
+        if value is not None and hint:
+            raise TypeError(f"there is no argument {name!r}{hint}")
 
 
 def _predictable(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 
 
 class ChunkLayout:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import checks
-from .environment import VARIABLE, asked_backend, no_autocast, uncompiled, under_transform
+from .. import checks
+from .dispatch import VARIABLE, asked_backend, no_autocast, uncompiled, under_transform
 from .layout import ChunkLayout, ChunkRows
 
 #: Tokens of a segment, counted over all sequences: what a segment computes should fit in caches.

@@ -6,7 +6,6 @@ A recipe may `include` others, given relative to itself; its own keys win.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 import types
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 
+from .. import checks
 from ..data.batches import KINDS
 from ..mixers import MIXERS, build_mixer
-from ..mixers.base import at_least
 from ..models.config import TrellisConfig
 from ..models.presets import PRESETS, match_parameters, preset
-from ..ops.checks import choice
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,13 +55,13 @@ class ModelSection:
 
     def check(self) -> None:
         if self.preset is not None:
-            choice("model.preset", self.preset, tuple(PRESETS))
+            checks.choice("model.preset", self.preset, tuple(PRESETS))
         else:
             for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
                 if getattr(self, name) is None:
                     raise ValueError(f"model.{name} must be given where there is no model.preset")
-        at_least("model.norm_eps", self.norm_eps, 0, whole=False)
-        at_least("model.initializer_range", self.initializer_range, 0, whole=False)
+        checks.at_least("model.norm_eps", self.norm_eps, 0, whole=False)
+        checks.at_least("model.initializer_range", self.initializer_range, 0, whole=False)
         config = self.config(vocab_size=256)
         with torch.device("meta"):  # raises where a mixer cannot have this width
             for name, fields in config.layer_mixers()[: len(MIXERS)]:
@@ -106,8 +104,8 @@ class DataSection:
     def check(self) -> None:
         if not self.path:
             raise ValueError("data.path must name a folder that `trellis data prepare` wrote")
-        choice("data.batches", self.batches, KINDS)
-        at_least("data.context", self.context, 2)
+        checks.choice("data.batches", self.batches, KINDS)
+        checks.at_least("data.context", self.context, 2)
 
 
 @dataclass
@@ -153,17 +151,17 @@ class TrainSection:
             raise ValueError("exactly one of train.steps and train.tokens must be given")
         if (self.rows is None) == (self.batch_tokens is None):
             raise ValueError("exactly one of train.rows and train.batch_tokens must be given")
-        choice("train.precision", self.precision, PRECISIONS)
-        choice("train.strategy", self.strategy, STRATEGIES)
-        choice("train.device", self.device, DEVICES)
+        checks.choice("train.precision", self.precision, PRECISIONS)
+        checks.choice("train.strategy", self.strategy, STRATEGIES)
+        checks.choice("train.device", self.device, DEVICES)
         for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
             if getattr(self, name) is not None:
-                at_least(f"train.{name}", getattr(self, name), 1)
+                checks.at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("tokens", "batch_tokens"):
             if getattr(self, name) is not None:
-                at_least(f"train.{name}", getattr(self, name), 1, whole=False)
+                checks.at_least(f"train.{name}", getattr(self, name), 1, whole=False)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "epsilon", "clip"):
-            at_least(f"train.{name}", getattr(self, name), 0, whole=False)
+            checks.at_least(f"train.{name}", getattr(self, name), 0, whole=False)
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"train.warmup must be a share from 0 to 1; got {self.warmup}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -190,9 +188,9 @@ class LogSection:
     tensorboard: bool = False
 
     def check(self) -> None:
-        at_least("log.every", self.every, 1)
-        at_least("log.validate_every", self.validate_every, 0)
-        at_least("log.validation_tokens", self.validation_tokens, 1)
+        checks.at_least("log.every", self.every, 1)
+        checks.at_least("log.validate_every", self.validate_every, 0)
+        checks.at_least("log.validation_tokens", self.validation_tokens, 1)
 
 
 @dataclass
@@ -203,8 +201,8 @@ class CheckpointSection:
     keep: int = 2
 
     def check(self) -> None:
-        at_least("checkpoint.every", self.every, 0)
-        at_least("checkpoint.keep", self.keep, 1)
+        checks.at_least("checkpoint.every", self.every, 0)
+        checks.at_least("checkpoint.keep", self.keep, 1)
 
 
 @dataclass
@@ -345,9 +343,9 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
     values = {}
     for key, value in table.items():
         if key not in hints:
-            near = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
-            right = _section_of(key) or next(iter(near), None)
-            hint = f"; did you mean {right}?" if right else ""
+            right = _section_of(key)
+            near = checks.did_you_mean(key, known, form=prefix + "{}")
+            hint = f"; did you mean {right}?" if right else near
             what = "section" if not prefix else "key"
             raise ValueError(f"a recipe has no {what} {prefix}{key}{hint}")
         wanted = hints[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..native.pages import blank_like
 from ..native.pointwise import refuse_double_backward, run
 

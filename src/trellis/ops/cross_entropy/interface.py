@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..native import pointwise
 from .library import cross_entropy_ as fused
 

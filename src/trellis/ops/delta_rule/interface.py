@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..recurrence import run
 from .chunked import DeltaRule
 

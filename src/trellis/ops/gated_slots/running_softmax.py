@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks
-from ..environment import no_autocast
+from ... import checks
+from ..dispatch import no_autocast
 
 #: Logits must stay within these bounds: sums of their exponentials, and inverses, fit in fp32.
 LOGIT_BOUND = 32.0

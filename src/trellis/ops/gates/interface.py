@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..native import pointwise
 from .library import silu_product as fused
 from .reference import silu_product_reference

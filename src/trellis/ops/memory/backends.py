@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from .. import checks
-from ..environment import BACKENDS, VARIABLE, asked_backend
+from ... import checks
+from ..dispatch import BACKENDS, VARIABLE, asked_backend
 from ..native.build import NoKernel, missing
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..layout import ChunkLayout, ChunkRows
 from . import chunk as one
 from .activations import PHI

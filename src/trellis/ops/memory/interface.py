@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..environment import no_autocast
+from ... import checks
+from ..dispatch import no_autocast
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .backends import choose
 from .library import compress as compress_chunked

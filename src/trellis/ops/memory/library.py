@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..environment import no_autocast
+from ..dispatch import no_autocast
 from . import chunked
 
 

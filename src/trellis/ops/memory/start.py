@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import checks
+from ... import checks
 from .state import PassState, anchored
 
 MODES = ("exact", "stale")

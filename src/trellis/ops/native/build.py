@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import checks
-from ..environment import constant_when_compiled
+from ... import checks
+from ..dispatch import constant_when_compiled
 
 #: Where the headers are that all kernels may include.
 SHARED = Path(__file__).parent

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..environment import VARIABLE, asked_backend, under_transform
+from ..dispatch import VARIABLE, asked_backend, under_transform
 from . import build
 
 SOURCE = build.Source(

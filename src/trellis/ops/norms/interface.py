@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..memory.activations import L2NORM_EPSILON
 from ..native import pointwise
 from .library import norm

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 from ..recurrence import run
 from .chunked import TTT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ... import checks
+from .... import checks
 from ...native import build
 from ...native.pages import in_large_pages
 from ..library import refuse_double_backward

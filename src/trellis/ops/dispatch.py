@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from . import checks
+from .. import checks
 
 VARIABLE = "TRELLIS_BACKEND"
 #: "triton" is the place of a GPU kernel; it is refused until there is one.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,59 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], *, cutoff: float = 0.6, form: str = "{!r}"
+) -> str:
+    """A hint to append to an error, such as "; did you mean 'slots'?"; empty if nothing is near.
+
+    cutoff: how alike names must be, 0 to 1. form: how the name that was found is written.
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {form.format(near[0])}?" if near else ""
+
+
+def streams(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    chosen = tuple(value)
+    if isinstance(value, str) or not set(chosen) <= {"q", "k", "v"}:
+        raise ValueError(f"{name} must be a list of some of 'q', 'k' and 'v'; got {value!r}")
+    return chosen
+
+
+def at_least(
+    name: str, value: float | None, least: float, *, whole: bool = True, optional: bool = False
+) -> None:
+    """optional: None is accepted."""
+    if optional and value is None:
+        return
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not number or value is None or not value >= least or math.isinf(value):
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"{name} must be a {kind} of at least {least}; got {value!r}")
+
+
+def number_range(
+    name: str, value: object, least: float, *, open_end: bool = False
+) -> tuple[float, float]:
+    """(low, high) with least < low <= high (least <= low with `open_end`), both finite."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
+    numbers = len(pair) == 2 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in pair)
+    if not numbers or not (pair[0] >= least if open_end else pair[0] > least) or pair[0] > pair[1]:
+        sign = "<=" if open_end else "<"
+        raise ValueError(f"{name} must be a range {least:g} {sign} low <= high; got {value!r}")
+    return pair[0], pair[1]
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false; got {value!r}")
+
+
+def positive(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a number above 0; got {value!r}")
 
 
 def floats(**tensors: Tensor) -> None:
