@@ -40,7 +40,7 @@ def test_rows_of_the_ablation(row):
 
 def test_defaults_follow_the_width():
     mixer = build_mixer("trellis", 96, 3)
-    assert (mixer.heads, mixer.head, mixer.slots) == (3, 32, 32)
+    assert (mixer.heads, mixer.head_dim, mixer.slots) == (3, 32, 32)
     assert set(mixer.convolutions) == {"q", "k"}
     assert mixer.state_size() == 2 * 3 * 32 * 32 + 2 * 3 * 96
 
