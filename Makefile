@@ -43,8 +43,8 @@ test-sanitize: setup
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 TRELLIS_NATIVE_TARGET=sanitize OMP_NUM_THREADS=2 \
 	$(BIN)/python -m pytest tests/ops/memory/test_backends.py tests/ops/memory/test_chaining.py \
-		tests/ops/memory/test_edges.py tests/ops/norms tests/ops/gates tests/ops/cross_entropy \
-		tests/ops/convolution -k "not all_equal and not compile"
+		tests/ops/memory/test_edges.py tests/ops/test_norms.py tests/ops/test_gates.py \
+		tests/ops/test_cross_entropy.py tests/ops/test_convolution.py -k "not all_equal and not compile"
 
 lint: setup
 	$(BIN)/ruff check .

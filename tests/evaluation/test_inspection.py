@@ -157,7 +157,7 @@ def test_the_answer_is_the_memorys_own(value_pass):
     fields = {"psi": "tanh", "slots": 6, "value_pass": value_pass, "normalize": ("q", "k")}
     subject = subject_of(**fields)
     mixer = subject.model.model.layers[1].mixer
-    assert mixer.slots != mixer.head
+    assert mixer.slots != mixer.head_dim
     heard = []
     hook = mixer.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
     subject.model.read(torch.tensor([IDS]))

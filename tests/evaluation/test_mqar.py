@@ -341,7 +341,7 @@ def test_the_command(tmp_path):
     command = [
         "mqar", "--mixers", " mamba2, gsa", "--widths", "16", "--steps", "1",
         "--batch-tokens", "64", "--vocab-size", "140", "--learning-rates", "1e-3, 1e-2",
-        "--limit", "3", "--set", "mamba2.state=8", "--no-random-non-queries",
+        "--limit", "3", "--set", "mamba2.state_dim=8", "--no-random-non-queries",
         "--out", str(tmp_path),
     ]  # fmt: skip
     out = CliRunner().invoke(app, command)
@@ -350,7 +350,7 @@ def test_the_command(tmp_path):
     assert [record["model"]["mixer"] for record in records].count("gsa") == 5
     assert len(records) == 10
     for record in records:
-        wanted = {"mamba2": {"state": 8}} if record["model"]["mixer"] == "mamba2" else {}
+        wanted = {"mamba2": {"state_dim": 8}} if record["model"]["mixer"] == "mamba2" else {}
         assert record["model"]["fields"] == wanted
         setting = record["setting"]
         assert setting["preset"] == "small"

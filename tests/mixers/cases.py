@@ -29,7 +29,7 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     "linear attention relu": ("linear_attention", {"feature_map": "relu"}),
     "mamba2 groups": (
         "mamba2",
-        {"heads": 4, "groups": 2, "state": 24, "conv_bias": False, "step_limit": [0.01, 0.1]},
+        {"heads": 4, "groups": 2, "state_dim": 24, "conv_bias": False, "step_limit": [0.01, 0.1]},
     ),
     "delta net with gate": (
         "delta_net",
@@ -42,7 +42,7 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     "gsa of two heads": ("gsa", {"heads": 2, "slots": 24, "decay_temperature": 1.0}),
     "gated delta net, heads of its own": (
         "gated_delta_net",
-        {"heads": 3, "head": 8, "expand_v": 2.0, "allow_neg_eigval": True},
+        {"heads": 3, "head_dim": 8, "expand_v": 2.0, "allow_neg_eigval": True},
     ),
     "transformer window": ("transformer", {"window": 5}),
     "transformer window of one": ("transformer", {"window": 1}),

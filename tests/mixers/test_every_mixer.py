@@ -10,7 +10,7 @@ from tests.mixers.cases import CASES
 from tests.support import relative_rms
 
 from trellis.mixers import MIXERS, build_mixer
-from trellis.mixers.state_tree import map_tensors, named_tensors
+from trellis.mixers.base import map_tensors, named_tensors
 
 DIM, HEADS = 32, 2
 every_mixer = pytest.mark.parametrize("case", CASES)

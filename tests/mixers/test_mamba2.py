@@ -8,23 +8,23 @@ from trellis.mixers import build_mixer, names_without_weight_decay
 
 
 @pytest.mark.parametrize(
-    ("dim", "fields", "heads", "head"),
+    ("dim", "fields", "heads", "head_dim"),
     [
         (768, {}, 24, 64),
         (32, {}, 1, 64),
         (24, {}, 1, 48),  # narrower than a head
         (32, {"heads": 4}, 4, 16),
-        (32, {"head": 8, "expand": 3}, 12, 8),
+        (32, {"head_dim": 8, "expand": 3}, 12, 8),
     ],
 )
-def test_heads_follow_from_the_width(dim, fields, heads, head):
+def test_heads_follow_from_the_width(dim, fields, heads, head_dim):
     with torch.device("meta"):
         mixer = build_mixer("mamba2", dim, 7, **fields)
-    assert (mixer.heads, mixer.head) == (heads, head)
+    assert (mixer.heads, mixer.head_dim) == (heads, head_dim)
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ValueError, match=r"head must divide the inner width, .* = 96; got 64"):
+    with pytest.raises(ValueError, match=r"head_dim must divide the inner width, .* = 96; got 64"):
         build_mixer("mamba2", 48, 2)
     with pytest.raises(ValueError, match=r"heads must divide the inner width, .* = 96; got 7"):
         build_mixer("mamba2", 48, 2, heads=7)
@@ -55,5 +55,5 @@ def test_the_step_limit_bounds_the_decay():
 
 
 def test_state_size():
-    mixer = build_mixer("mamba2", 32, 2, heads=4, groups=2, state=24)
+    mixer = build_mixer("mamba2", 32, 2, heads=4, groups=2, state_dim=24)
     assert mixer.state_size() == 64 * 24 + 3 * (64 + 2 * 2 * 24)

@@ -4,43 +4,183 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.support import relative_rms
 
 from trellis.mixers import TrellisMixerConfig, build_mixer, names_without_weight_decay
+from trellis.ops import delta_rule, trellis_memory
 
-#: The rows of the paper's ablation table.
-ABLATION = {
-    "Trellis": {"mode": "stale"},
-    "w/o forget gate": {"mode": "stale", "forget_gate": False},
-    "f = L2-SiLU": {"mode": "stale", "f": "l2_silu"},
-    "f = Softmax": {"mode": "stale", "f": "softmax"},
-    "linear, f = Softmax": {"mode": "stale", "phi": "identity", "f": "softmax"},
-    "linear, f = LN-SiLU": {"mode": "stale", "phi": "identity", "f": "ln_silu"},
-    "m = 32": {"mode": "stale", "slots": 32},
-    "m = 128": {"mode": "stale", "slots": 128},
-    "b = 1": {"mode": "exact"},
+#: The paper's Trellis as its ablation starts from it, with our phi and psi.
+PAPER = {
+    "phi": "silu",
+    "f": "ln_silu",
+    "psi": "identity",
+    "value_pass": "encode",
+    "mode": "stale",
+    "minibatch": 16,
+    "slots": 64,
 }
+#: The rows of the ablation: what each changes, and the row that it changes.
+ABLATION = {
+    "w/o forget gate": ({"forget_gate": False}, "Trellis"),
+    "f = L2-SiLU": ({"f": "l2_silu"}, "Trellis"),
+    "f = Softmax": ({"f": "softmax"}, "Trellis"),
+    "linear, f = Softmax": ({"phi": "identity", "f": "softmax"}, "f = Softmax"),
+    "linear, f = LN-SiLU": ({"phi": "identity"}, "Trellis"),
+    "m = 32": ({"slots": 32}, "Trellis"),
+    "m = 128": ({"slots": 128}, "Trellis"),
+    "b = 1": ({"minibatch": 1}, "Trellis"),
+}
+ROWS = {"Trellis": PAPER} | {row: PAPER | change for row, (change, _) in ABLATION.items()}
+#: phi by name with its derivative, and f by name, as the paper writes them; epsilons are ours.
+PHI = {
+    "silu": (F.silu, lambda z: z.sigmoid() * (1 + z * (1 - z.sigmoid()))),
+    "identity": (lambda z: z, torch.ones_like),
+}
+INTERMEDIATE = {
+    "ln_silu": lambda x: F.layer_norm(F.silu(x), x.shape[-1:]),
+    "l2_silu": lambda x: F.silu(x) / (F.silu(x).square().sum(-1, keepdim=True) + 1e-6).sqrt(),
+    "softmax": lambda x: x.softmax(-1),
+}
+#: Two mini-batches of 16 and half of a third.
+X = torch.randn(2, 40, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("row", ABLATION)
-def test_rows_of_the_ablation(row):
+def with_shared_weights(**fields):
+    """A mixer of one head of 64 in fp64. Every call gives the same weights, cut to the slots.
+
+    Codes are 16 times as large as at initialisation, so that phi is not nearly linear.
+    """
     torch.manual_seed(0)
-    mixer = build_mixer("trellis", 64, 1, **ABLATION[row])
-    default = build_mixer("trellis", 64, 1)
-    shapes = {name: tensor.shape for name, tensor in default.state_dict().items()}
-    shared = {n: t for n, t in mixer.state_dict().items() if shapes.get(n) == t.shape}
-    default.load_state_dict(shared, strict=False)
-    x = torch.randn(1, 40, 64)
-    y, _ = mixer(x)
+    weights = build_mixer("trellis", 64, 1, slots=128).double().state_dict()
+    weights["alpha_proj.weight"] *= 16
+    mixer = build_mixer("trellis", 64, 1, **fields).double()
+    own = {
+        name: weights[name][tuple(slice(size) for size in tensor.shape)]
+        for name, tensor in mixer.state_dict().items()
+    }
+    mixer.load_state_dict(own)
+    return mixer
+
+
+def memory_inputs(mixer):
+    return mixer.project(X, mixer.init_state(len(X)))[0]
+
+
+def compress_token_by_token(query, x, target, log_beta, gamma, phi, minibatch, read):
+    """One pass as the paper writes it: a gradient step at the memory before the mini-batch."""
+    function, derivative = PHI[phi]
+    memory = x.new_zeros(*x.shape[::2], target.shape[-1], x.shape[-1])  # [B, H, m, d]
+    outputs = []
+    for t in range(x.shape[1]):
+        if t % minibatch == 0:
+            anchor = memory
+        z = torch.einsum("bhmd,bhd->bhm", anchor, x[:, t])
+        u = derivative(z) * (function(z) - target[:, t])
+        write = torch.einsum("bh,bhm,bhd->bhmd", gamma[:, t], u, x[:, t])
+        memory = log_beta[:, t, :, None, None].exp() * memory - write
+        outputs.append(torch.einsum(read, memory, query[:, t]))
+    return torch.stack(outputs, dim=1), memory
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_the_ablation_is_the_recurrence_that_it_names(row):
+    fields = ROWS[row]
+    mixer = with_shared_weights(**fields)
+    q, k, v, alpha, log_beta, gamma = memory_inputs(mixer)
+    assert log_beta[0].any() == (row != "w/o forget gate")
+    assert alpha.shape[-1] == fields["slots"]
+    options = (fields["phi"], fields["minibatch"])
+    f = INTERMEDIATE[fields["f"]]
+    yhat, keys = compress_token_by_token(
+        q, k, alpha, log_beta[0], gamma[0], *options, "bhmd,bhd->bhm"
+    )
+    y, values = compress_token_by_token(
+        f(yhat), v, alpha, log_beta[1], gamma[1], *options, "bhmd,bhm->bhd"
+    )
+    actual, state = mixer(X)
+    assert relative_rms(actual, mixer.project_out(X, y)) < 1e-9
+    assert relative_rms(state.memory.keys, keys) < 1e-9
+    assert relative_rms(state.memory.values, values) < 1e-9
+
+
+@pytest.mark.parametrize(("row", "other"), [(row, other) for row, (_, other) in ABLATION.items()])
+def test_a_row_of_the_ablation_differs_from_the_row_that_it_changes(row, other):
+    mixer, unchanged = with_shared_weights(**ROWS[row]), with_shared_weights(**ROWS[other])
+    y, _ = mixer(X)
     y.sum().backward()
     assert torch.isfinite(y).all()
-    if row != "b = 1":
-        assert relative_rms(y, default(x)[0]) > 1e-3
+    assert all(torch.isfinite(p.grad).all() for p in mixer.parameters())
+    assert relative_rms(y, unchanged(X)[0]) > 0.01
+
+
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+def test_without_its_forget_gate_the_memory_has_a_log_decay_of_zero(mode):
+    fields = PAPER | {"mode": mode}
+    gated = with_shared_weights(**fields)
+    inputs = memory_inputs(gated)
+    assert inputs.log_beta[0].max() < 0
+    zeros = torch.zeros_like(inputs.log_beta[0])
+    y, final = trellis_memory(
+        *inputs._replace(log_beta=(zeros, zeros)), output_final_state=True, **gated.choices
+    )
+    ungated, state = with_shared_weights(**fields, forget_gate=False)(X)
+    assert relative_rms(ungated, gated.project_out(X, y)) < 1e-9
+    assert relative_rms(state.memory.keys, final.keys) < 1e-9
+    assert relative_rms(state.memory.values, final.values) < 1e-9
+
+
+@pytest.mark.parametrize("f", ["softmax", "ln_silu"])
+def test_linear_passes_are_the_delta_rule(f):
+    """Without a forget gate: with one, the delta rule takes the error at the decayed memory.
+
+    The keys of the delta rule are k in the key pass and v in the value pass, its values are alpha.
+    """
+    change = {"phi": "identity", "f": f, "mode": "exact", "forget_gate": False}
+    mixer = with_shared_weights(**PAPER | change)
+    q, k, v, alpha, _, gamma = memory_inputs(mixer)
+    yhat, keys = delta_rule(q, k, alpha, gamma[0], scale=1.0, output_final_state=True)
+    r = INTERMEDIATE[f](yhat)
+    # The value pass reads with the transpose, which the op does not: it only writes here.
+    values, outputs = None, []
+    for t in range(X.shape[1]):
+        token = slice(t, t + 1)
+        _, values = delta_rule(
+            v[:, token], v[:, token], alpha[:, token], gamma[1][:, token],
+            initial_state=values, output_final_state=True,
+        )  # fmt: skip
+        outputs.append(torch.einsum("bhdm,bhm->bhd", values, r[:, t]))
+    y, state = mixer(X)
+    assert relative_rms(y, mixer.project_out(X, torch.stack(outputs, dim=1))) < 1e-9
+    assert relative_rms(state.memory.keys, keys.mT) < 1e-9
+    assert relative_rms(state.memory.values, values.mT) < 1e-9
+
+
+def test_stale_mini_batches_of_one_are_exact_mode():
+    stale = with_shared_weights(**ROWS["b = 1"])
+    exact = with_shared_weights(**PAPER | {"mode": "exact"})
+    (y, after), (expected, state) = stale(X), exact(X)
+    assert torch.equal(y, expected)
+    assert torch.equal(after.memory.keys, state.memory.keys)
+    assert torch.equal(after.memory.values, state.memory.values)
+
+
+@pytest.mark.parametrize("slots", [32, 128])
+def test_slots_of_the_key_memory_do_not_depend_on_their_number(slots):
+    """phi acts on each slot alone, so more slots add to those that are there."""
+    few, many = sorted((64, slots))
+    keys, more = (
+        with_shared_weights(**PAPER | {"slots": m})(X)[1].memory.keys for m in (few, many)
+    )
+    assert keys.shape == (2, 1, few, 64)
+    assert more.shape == (2, 1, many, 64)
+    assert relative_rms(keys, more[:, :, :few]) < 1e-9
+    assert more[:, :, few:].abs().amax(-1).min() > 0
 
 
 def test_defaults_follow_the_width():
     mixer = build_mixer("trellis", 96, 3)
-    assert (mixer.heads, mixer.head, mixer.slots) == (3, 32, 32)
+    assert (mixer.heads, mixer.head_dim, mixer.slots) == (3, 32, 32)
     assert set(mixer.convolutions) == {"q", "k"}
     assert mixer.state_size() == 2 * 3 * 32 * 32 + 2 * 3 * 96
 
@@ -58,7 +198,7 @@ def test_stale_mode_divides_the_step_by_the_minibatch():
 
 def test_gates_start_in_their_ranges():
     mixer = build_mixer("trellis", 64, 64, decay_rate=(2, 3), decay_step=(0.01, 0.02))
-    rate, step = mixer.decay.A_log.exp(), torch.nn.functional.softplus(mixer.decay.dt_bias)
+    rate, step = mixer.decay.A_log.exp(), F.softplus(mixer.decay.dt_bias)
     assert 2 <= rate.min() <= rate.max() <= 3
     assert 0.0099 <= step.min() <= step.max() <= 0.0201
     exempt = {"decay.A_log", "decay.dt_bias", "gamma_proj.weight", "beta_proj.weight"}

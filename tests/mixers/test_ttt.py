@@ -72,4 +72,4 @@ def test_fields_are_checked():
         build_mixer("ttt", DIM, HEADS, minibatch=0)
     with pytest.raises(ValueError, match="rotary positions need an even head size; got 3"):
         build_mixer("ttt", 6, 2)
-    assert build_mixer("ttt", 6, 2, rope_theta=None).head == 3
+    assert build_mixer("ttt", 6, 2, rope_theta=None).head_dim == 3

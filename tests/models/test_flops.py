@@ -24,7 +24,7 @@ def test_the_formula_is_the_definition(case):
 def test_matrix_products_are_most_of_a_memory():
     """What the counter sees without added rules: two products of two operations per entry."""
     mixer, counted = definition("trellis", DIM, HEADS, TOKENS)
-    memories = 2 * mixer.heads * mixer.slots * mixer.head
+    memories = 2 * mixer.heads * mixer.slots * mixer.head_dim
     assert counted.products == 4 * memories
     assert counted.pointwise == 3 * memories
 

@@ -31,7 +31,7 @@ def config(groups=1, **fields):
 def of_same_weights(theirs, limit=None):
     """Our mixer with the weights of a Mamba2Mixer."""
     ours = build_mixer(
-        "mamba2", DIM, 1, heads=HEADS, state=STATE, groups=theirs.n_groups, step_limit=limit
+        "mamba2", DIM, 1, heads=HEADS, state_dim=STATE, groups=theirs.n_groups, step_limit=limit
     )
     ours.load_state_dict({name: theirs.get_parameter(path) for name, path in PLACES.items()} | {
         "convolution.weight": theirs.conv1d.weight[:, 0]

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..mixers import Mixer, build_mixer
 from ..mixers.abc import ABCMixer
+from ..mixers.base import named_tensors
 from ..mixers.layers import ShortConvolution
 from ..mixers.mamba2 import Mamba2Mixer
-from ..mixers.state_tree import named_tensors
 from ..models.flops import linear_entries
 
 
@@ -64,7 +64,7 @@ def elsewhere(mixer: Mixer) -> dict[str, float]:
     if convolutions:
         found["convolutions"] = sum(map(_convolution, convolutions))
     if isinstance(mixer, Mamba2Mixer):  # a product and a sum per channel, not per memory
-        found["D x"] = 2 * mixer.inner
+        found["D x"] = 2 * mixer.inner_dim
     if isinstance(mixer, ABCMixer) and mixer.config.write == "time":
         # The sums of exponentials, one per slot, are products with a triangle of ones.
         found["running sums"] = -2 * mixer.heads * mixer.config.slots

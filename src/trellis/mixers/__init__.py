@@ -1,4 +1,4 @@
-"""Layers that mix tokens along the sequence, all with one interface (see base.Mixer)."""
+"""Layers that mix tokens along the sequence. All share one interface, base.Mixer."""
 
 from .abc import ABCMixer, ABCMixerConfig, ABCState
 from .base import Mixer, names_without_weight_decay

@@ -1,10 +1,10 @@
-"""Attention with bounded-memory control: attention over slots that tokens are averaged into.
+"""Attention with bounded-memory control (ABC): tokens are averaged into slots and read from them.
 
     x -> q, k (rotary positions), v ; slot logits -> write weights -> gated_slots
       -> RMSNorm per head -> * SiLU(gate) -> output projection
 
-Paper: Peng et al. 2022, "ABC: Attention with Bounded-memory Control", whose learned control this
-is. The equations of the memory are in ops/gated_slots/README.md.
+Paper: Peng et al. 2022, "ABC: Attention with Bounded-memory Control"; this is its learned control.
+The equations of the memory are in ops/gated_slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import checks
 from ..ops import SlotState, gated_slots, running_softmax, silu_product
 from ..ops.gated_slots import LOGIT_BOUND
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, even_head_size, head_size
+from .base import Mixer, check_even_head_dim, head_dim_of
 from .layers import RMSNorm, blank_state, places, rotated, sequences, wide
 
 WRITES = ("time", "slots")
@@ -27,15 +27,17 @@ WRITES = ("time", "slots")
 
 @dataclass
 class ABCMixerConfig:
-    """heads: number of heads; None takes the model's `num_attention_heads`.
+    """The choices of ABC.
 
+    heads: number of heads; None takes the model's `num_attention_heads`.
     slots: memory slots per head.
-    write: what the softmax of the slot logits is over. "time", the authors': the tokens read so
-        far, so that a slot is a weighted mean of them all. "slots": the slots, so that every token
-        writes a total of 1, and nothing is forgotten.
+    write: what the softmax of the slot logits runs over. "time", as the authors have it: over the
+        tokens read so far, so that a slot is a weighted mean of all of them. "slots": over the
+        slots, so that every token writes a total of 1 and nothing is forgotten.
     rope_theta: base of the rotary frequencies; None leaves positions out. A mean does not know
-        the order of its tokens: positions come with the keys or not at all.
-    norm_eps: epsilon of the RMSNorm. backend: the op's backend.
+        the order of its tokens, so only rotated keys tell the layer about it.
+    norm_eps: epsilon of the RMSNorm.
+    backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
     heads: int | None = None
@@ -55,10 +57,10 @@ class ABCMixerConfig:
 
 
 class ABCState(NamedTuple):
-    """The memories of N sequences; what the write weights and the positions go on from.
+    """The memories of N sequences, and where their write weights and positions stand.
 
-    total: [N, H, M], the sums of exp(logits); None with write="slots".
-    length: [N], tokens read so far; None without positions.
+    total: [N, H, M], the sums of exp(logits) over the tokens read; None with write="slots".
+    length: [N], the number of tokens read; None without positions.
     """
 
     memory: SlotState
@@ -71,15 +73,15 @@ class ABCMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head = head_size(dim, self.heads)
+        self.head_dim = head_dim_of(dim, self.heads)
         if config.rope_theta is not None:
-            even_head_size(self.head)
+            check_even_head_dim(self.head_dim)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.g_proj = nn.Linear(dim, dim, bias=False)
         self.s_proj = nn.Linear(dim, self.heads * config.slots, bias=False)
-        self.out_norm = RMSNorm(self.head, config.norm_eps)
+        self.out_norm = RMSNorm(self.head_dim, config.norm_eps)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
@@ -112,7 +114,7 @@ class ABCMixer(Mixer):
 
     def init_state(self, batch: int) -> ABCState:
         weight, slots = self.o_proj.weight, (batch, self.heads, self.config.slots)
-        memory = SlotState(*(blank_state(weight, *slots, self.head) for _ in range(2)))
+        memory = SlotState(*(blank_state(weight, *slots, self.head_dim) for _ in range(2)))
         total = blank_state(weight, *slots) if self.config.write == "time" else None
         length = None
         if self.config.rope_theta is not None:
@@ -121,12 +123,13 @@ class ABCMixer(Mixer):
 
     def state_size(self, tokens: int | None = None) -> float:
         in_time, placed = self.config.write == "time", self.config.rope_theta is not None
-        return self.heads * self.config.slots * (2 * self.head + in_time) + placed
+        return self.heads * self.config.slots * (2 * self.head_dim + in_time) + placed
 
     def flops(self, context: int) -> float:
-        # Either pass adds an outer product, multiplies by a vector and, in time, scales.
+        # Each of the two passes adds an outer product to its memory and multiplies the memory by a
+        # vector; with write="time" it also scales the memory.
         each = 2 + 2 + (self.config.write == "time")
-        return 2 * self.heads * self.config.slots * self.head * each
+        return 2 * self.heads * self.config.slots * self.head_dim * each
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""

@@ -1,40 +1,33 @@
-"""The interface of every mixer, and the checks that their configurations share."""
+"""The interface of every mixer and of its state, and the checks of head sizes that mixers share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import checks
 
-__all__ = [
-    "Mixer",
-    "State",
-    "even_head_size",
-    "head_size",
-    "names_without_weight_decay",
-]
-
-#: A NamedTuple of tensors, of None and of further such tuples. The first dimension of every
-#: tensor counts sequences, so that a cache can select, repeat and save states of any mixer.
+#: A NamedTuple whose fields are tensors, None or further such tuples. The first dimension of every
+#: tensor counts sequences, so that a cache can select, repeat and save the states of any mixer.
 State = Any
 
 
 class Mixer(nn.Module):
-    """Mixes tokens along the sequence. One state per sequence lets it go on where it stopped.
+    """A layer that mixes tokens along the sequence and returns a state to go on from.
 
-    `forward(x)` equals `forward(x, init_state(batch))`; feeding a sequence in pieces, each with
-    the state that the one before returned, equals feeding it whole.
+    `forward(x)` equals `forward(x, init_state(batch))`. Feeding a sequence in pieces, each with the
+    state that the piece before returned, equals feeding the whole sequence at once.
     """
 
     def forward(
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """x [B, T, dim] -> (y [B, T, dim], state of B sequences).
+        """Map x [B, T, dim] to (y [B, T, dim], the state of B sequences after their last token).
 
-        With cu_seqlens [N+1], x is one row [1, T, dim] of N packed sequences, and the states
-        in and out are of N sequences. Mixers never see padding.
+        With cu_seqlens [N+1], x is one row [1, T, dim] of N packed sequences, and `state` and the
+        returned state are of N sequences. Mixers never see padding.
         """
         raise NotImplementedError
 
@@ -43,23 +36,24 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def state_size(self, tokens: int | None = None) -> float:
-        """Numbers that the state of one sequence holds after `tokens` tokens.
+        """How many numbers the state of one sequence holds after `tokens` tokens.
 
-        None asks for the bound over any number of tokens; it is math.inf where there is none.
+        None asks for the largest size after any number of tokens: math.inf if the state grows
+        without bound.
         """
         raise NotImplementedError
 
     def flops(self, context: int) -> float:
         """Operations per token of the mixing itself, forward, on average over `context` tokens.
 
-        A multiply-add counts as two; linear maps of the width are not included. It is the cost of
-        the recurrence as defined, whichever algorithm computes it.
+        A multiply-add counts as two. The linear maps of the layer are not included. The number is
+        the cost of the recurrence as it is defined, whichever algorithm computes it.
         """
         raise NotImplementedError
 
 
 def names_without_weight_decay(module: nn.Module) -> set[str]:
-    """Names of the parameters that their modules exempt from weight decay, at any depth."""
+    """Names of the parameters, at any depth, that their modules list in `no_weight_decay`."""
     return {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules()
@@ -67,13 +61,46 @@ def names_without_weight_decay(module: nn.Module) -> set[str]:
     }
 
 
-def head_size(dim: int, heads: int) -> int:
+def head_dim_of(dim: int, heads: int) -> int:
+    """The size of one of `heads` equal heads. Raises ValueError if they do not divide the width."""
     checks.at_least("heads", heads, 1)
     if dim % heads:
         raise ValueError(f"heads must divide the width, {dim}; got {heads}")
     return dim // heads
 
 
-def even_head_size(size: int) -> None:
-    if size % 2:
-        raise ValueError(f"rotary positions need an even head size; got {size}")
+def check_even_head_dim(head_dim: int) -> None:
+    """Raise ValueError at an odd head size: rotary positions turn channels in pairs."""
+    if head_dim % 2:
+        raise ValueError(f"rotary positions need an even head size; got {head_dim}")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """The same structure with `function` applied to every tensor."""
+    if state is None:
+        return None
+    if isinstance(state, Tensor):
+        return function(state)
+    return type(state)(*(map_tensors(function, part) for part in state))
+
+
+def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a state with its dotted path, such as "memory.keys"."""
+    if isinstance(state, Tensor):
+        yield prefix, state
+    elif state is not None:
+        for name, part in zip(state._fields, state):
+            yield from named_tensors(part, f"{prefix}.{name}" if prefix else name)
+
+
+def rebuild(template: State, tensors: dict[str, Tensor], prefix: str = "") -> Any:
+    """A state with the structure of `template`, filled with tensors by their dotted paths."""
+    if template is None:
+        return None
+    if isinstance(template, Tensor):
+        return tensors[prefix]
+    parts = (
+        rebuild(part, tensors, f"{prefix}.{name}" if prefix else name)
+        for name, part in zip(template._fields, template)
+    )
+    return type(template)(*parts)

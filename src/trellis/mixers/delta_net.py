@@ -1,4 +1,4 @@
-"""DeltaNet and Gated DeltaNet: a linear memory that is corrected by its error.
+"""DeltaNet and Gated DeltaNet: a linear memory, corrected at every token by its error.
 
     x -> q, k, v (short convolution, SiLU) -> q, k to unit length per head
       -> beta, how much of the error is corrected; the decay (Gated DeltaNet)
@@ -6,7 +6,7 @@
 
 Papers: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length"; Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule".
-The equations of the memory are in ops/delta_rule/README.md.
+The equations of the memory are in ops/delta_rule.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from torch import Tensor, nn
 from .. import checks
 from ..ops import delta_rule, silu_product, unit_length
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, head_size
+from .base import Mixer, head_dim_of
 from .layers import DecayGate, RMSNorm, StreamConvolutions, blank_state, sequences, wide
 
-#: The authors draw the rate from (0, 16); at 0 its log would be -inf, and stay so.
+#: The authors draw the rate from (0, 16). Here it starts above 0, because the log of 0 is -inf.
 DECAY_RATE = (1e-4, 16.0)
 DECAY_STEP = (1e-3, 0.1)
 
 
 @dataclass
 class DeltaNetMixerConfig:
-    """heads: number of heads; None takes the model's `num_attention_heads`.
+    """The choices of DeltaNet.
 
-    head: size of a head's queries and keys; None takes width / heads.
-    expand_v: size of a head's values as a multiple of that of its keys.
+    heads: number of heads; None takes the model's `num_attention_heads`.
+    head_dim: size of a head's queries and keys; None takes width / heads.
+    expand_v: size of a head's values as a multiple of the size of its keys.
     conv_width: width of the causal convolution; 0 leaves it out.
-    conv_on: the streams it acts on, of "q", "k" and "v". SiLU acts on all three in any case.
+    conv_on: the convolved streams, some of "q", "k" and "v". SiLU acts on all three in any case.
     use_gate: multiply the normalised output by SiLU(gate).
-    allow_neg_eigval: beta in (0, 2) instead of (0, 1): what a key finds may change its sign.
-    norm_eps: epsilon of the RMSNorm. backend: the op's backend.
+    allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that the factor 1 - beta of what the
+        memory holds at a key may be negative.
+    norm_eps: epsilon of the RMSNorm.
+    backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
-    #: Whether the memory decays: what sets Gated DeltaNet apart.
+    #: Whether the memory decays. It does in Gated DeltaNet only.
     decays: ClassVar[bool] = False
 
     heads: int | None = None
-    head: int | None = None
+    head_dim: int | None = None
     expand_v: float = 1.0
     conv_width: int = 4
     conv_on: tuple[str, ...] = ("q", "k", "v")
@@ -59,7 +62,7 @@ class DeltaNetMixerConfig:
         checks.at_least("conv_width", self.conv_width, 0)
         checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
         checks.at_least("heads", self.heads, 1, optional=True)
-        checks.at_least("head", self.head, 1, optional=True)
+        checks.at_least("head_dim", self.head_dim, 1, optional=True)
         checks.flag("use_gate", self.use_gate)
         checks.flag("allow_neg_eigval", self.allow_neg_eigval)
         self.conv_on = checks.streams("conv_on", self.conv_on) if self.conv_width else ()
@@ -67,7 +70,7 @@ class DeltaNetMixerConfig:
 
 @dataclass
 class GatedDeltaNetMixerConfig(DeltaNetMixerConfig):
-    """The fields of DeltaNetMixerConfig, for a memory that decays; the output is gated."""
+    """The fields of DeltaNetMixerConfig. The memory decays, and the output is gated by default."""
 
     decays: ClassVar[bool] = True
 
@@ -75,7 +78,7 @@ class GatedDeltaNetMixerConfig(DeltaNetMixerConfig):
 
 
 class DeltaNetState(NamedTuple):
-    """The memory [N, H, K, V] and the last inputs of each convolution."""
+    """The memory [N, H, key_dim, value_dim] and the last inputs of each convolution."""
 
     memory: Tensor
     q_tail: Tensor | None = None
@@ -84,17 +87,17 @@ class DeltaNetState(NamedTuple):
 
 
 class DeltaNetMixer(Mixer):
-    #: The gates of the memory; the output's gate is a map like the others.
+    #: Exempt from weight decay: the maps that make the memory's gates, not the output's gate.
     no_weight_decay: tuple[str, ...] = ("b_proj.weight",)
 
     def __init__(self, dim: int, heads: int, config: DeltaNetMixerConfig):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.key = config.head or head_size(dim, self.heads)
-        self.value = _value_size(self.key, config.expand_v)
-        keys = self.heads * self.key
-        sizes = {"q": keys, "k": keys, "v": self.heads * self.value}
+        self.key_dim = config.head_dim or head_dim_of(dim, self.heads)
+        self.value_dim = _value_dim(self.key_dim, config.expand_v)
+        keys = self.heads * self.key_dim
+        sizes = {"q": keys, "k": keys, "v": self.heads * self.value_dim}
 
         self.q_proj = nn.Linear(dim, sizes["q"], bias=False)
         self.k_proj = nn.Linear(dim, sizes["k"], bias=False)
@@ -110,7 +113,7 @@ class DeltaNetMixer(Mixer):
         self.convolutions = StreamConvolutions(
             {stream: sizes[stream] for stream in config.conv_on}, config.conv_width
         )
-        self.out_norm = RMSNorm(self.value, config.norm_eps)
+        self.out_norm = RMSNorm(self.value_dim, config.norm_eps)
         self.o_proj = nn.Linear(sizes["v"], dim, bias=False)
 
     def forward(
@@ -133,42 +136,42 @@ class DeltaNetMixer(Mixer):
         return self.o_proj(y.flatten(2)), DeltaNetState(memory, **tails)
 
     def init_state(self, batch: int) -> DeltaNetState:
-        memory = blank_state(self.o_proj.weight, batch, self.heads, self.key, self.value)
+        memory = blank_state(self.o_proj.weight, batch, self.heads, self.key_dim, self.value_dim)
         return DeltaNetState(memory, **self.convolutions.init_tails(batch))
 
     def state_size(self, tokens: int | None = None) -> float:
-        return self.heads * self.key * self.value + self.convolutions.state_size()
+        return self.heads * self.key_dim * self.value_dim + self.convolutions.state_size()
 
     def flops(self, context: int) -> float:
-        # The memory is multiplied by the key and by the query and gets an outer product; Gated
-        # DeltaNet scales it first.
-        memory = self.heads * self.key * self.value * (3 * 2 + self.config.decays)
+        # The memory is multiplied by the key and by the query and an outer product is added to it;
+        # Gated DeltaNet also scales it.
+        memory = self.heads * self.key_dim * self.value_dim * (3 * 2 + self.config.decays)
         return memory + self.convolutions.flops()
 
     def _heads(self, name: str, stream: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""
-        if name not in self.convolutions:  # which ends in SiLU
+        if name not in self.convolutions:  # a convolution ends in SiLU itself
             stream = F.silu(stream)
         return stream.unflatten(-1, (self.heads, -1))
 
     def _corrections(self, x: Tensor) -> Tensor:
-        """beta [B, T, H]"""
+        """beta [B, T, H], how much of the error is corrected."""
         beta = wide(self.b_proj(x)).sigmoid()
         return 2 * beta if self.config.allow_neg_eigval else beta
 
     def _decays(self, x: Tensor) -> Tensor | None:
-        """log_decay [B, T, H]"""
+        """log_decay [B, T, H]; None if the memory does not decay."""
         if self.a_proj is None or self.decay is None:
             return None
         return self.decay(self.a_proj(x))
 
 
-def _value_size(key: int, expand_v: float) -> int:
+def _value_dim(key_dim: int, expand_v: float) -> int:
     checks.at_least("expand_v", expand_v, 0, whole=False)
-    size = round(key * expand_v)
-    if size < 1 or abs(size - key * expand_v) > 1e-6:
+    value_dim = round(key_dim * expand_v)
+    if value_dim < 1 or abs(value_dim - key_dim * expand_v) > 1e-6:
         raise ValueError(
-            f"expand_v must make a whole number of the key size, {key}; got {expand_v}, which "
-            f"makes {key * expand_v:g}"
+            f"expand_v must make a whole number of the key size, {key_dim}; got {expand_v}, which "
+            f"makes {key_dim * expand_v:g}"
         )
-    return size
+    return value_dim

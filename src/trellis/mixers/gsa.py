@@ -1,10 +1,10 @@
-"""Gated slot attention: attention over a fixed number of slots that forget.
+"""Gated slot attention (GSA): attention over a fixed number of slots that forget.
 
-    x -> q, k, v (SiLU) ; f, what each slot keeps -> gated_slots, writing 1 - f
+    x -> q, k, v (SiLU); f, the share that each slot keeps -> gated_slots, writing 1 - f
       -> SiLU -> RMSNorm -> output projection
 
 Paper: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling". The
-equations of the memory are in ops/gated_slots/README.md.
+equations of the memory are in ops/gated_slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..ops import SlotState, gated_slots
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, head_size
+from .base import Mixer, head_dim_of
 from .layers import RMSNorm, blank_state, sequences, wide
 
 #: The authors' number of heads, at every width.
@@ -27,13 +27,17 @@ HEADS = 4
 
 @dataclass
 class GSAMixerConfig:
-    """heads: number of heads. None means 4 whatever the model's other mixers have, as the authors
-        do: a head's slots are worth more the wider it is, and their number does not depend on its
-        width. Where 4 does not divide the width, None takes the model's `num_attention_heads`.
+    """The choices of GSA.
+
+    heads: number of heads. None means 4, the authors' number at every width: the number of
+        slots per head does not depend on the width, and slots of wider heads hold more. Where 4
+        does not divide the width, None takes the model's `num_attention_heads`.
     slots: memory slots per head.
-    decay_temperature: log f = logsigmoid(.) / decay_temperature; the larger, the longer slots keep.
-    scale: of the scores of slots. The authors leave them as they are.
-    norm_eps: epsilon of the RMSNorm. backend: the op's backend.
+    decay_temperature: log f = logsigmoid(.) / decay_temperature; slots keep longer the larger it
+        is.
+    scale: factor of the scores of slots before the softmax; the authors use 1.
+    norm_eps: epsilon of the RMSNorm.
+    backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
     heads: int | None = None
@@ -59,7 +63,7 @@ class GSAMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or (heads if dim % HEADS else HEADS)
-        self.head = head_size(dim, self.heads)
+        self.head_dim = head_dim_of(dim, self.heads)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
@@ -84,15 +88,16 @@ class GSAMixer(Mixer):
         return self.o_proj(self.out_norm(F.silu(y.flatten(2)))), after
 
     def init_state(self, batch: int) -> SlotState:
-        blank = blank_state(self.o_proj.weight, batch, self.heads, self.config.slots, self.head)
+        blank = blank_state(self.o_proj.weight, batch, self.heads, self.config.slots, self.head_dim)
         return SlotState(blank, blank.clone())
 
     def state_size(self, tokens: int | None = None) -> float:
-        return 2 * self.heads * self.config.slots * self.head
+        return 2 * self.heads * self.config.slots * self.head_dim
 
     def flops(self, context: int) -> float:
-        # Either pass scales its memory, adds an outer product and multiplies by a vector.
-        return 2 * self.heads * self.config.slots * self.head * (1 + 2 + 2)
+        # Each of the two passes scales its memory, adds an outer product to it and multiplies it
+        # by a vector.
+        return 2 * self.heads * self.config.slots * self.head_dim * (1 + 2 + 2)
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""

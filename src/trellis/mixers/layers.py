@@ -14,7 +14,7 @@ from ..ops import causal_convolution, gated_norm, rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm over the last dimension, by the op that is fused where it can be."""
+    """nn.RMSNorm over the last dimension, computed by trellis.ops.rms_norm, which may be fused."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
@@ -33,7 +33,10 @@ class GatedNorm(RMSNorm):
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution and activation. Its state is the tail, [N, width - 1, dim]."""
+    """A causal depthwise convolution and an activation.
+
+    Its state is the tail [N, width - 1, dim], the last inputs of each sequence.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class ShortConvolution(nn.Module):
         activation: str = "silu",
         zero_bias: bool = False,
     ):
-        """zero_bias: the bias starts at zero, not uniform like the weights."""
+        """zero_bias: start the bias at zero instead of drawing it uniformly like the weights."""
         super().__init__()
         self.zero_bias = zero_bias
         self.activation = activation
@@ -72,13 +75,14 @@ class ShortConvolution(nn.Module):
 
 
 class StreamConvolutions(nn.ModuleDict):
-    """Short convolutions of some of the streams q, k and v, by name.
+    """Short convolutions of some of the streams "q", "k" and "v", by name.
 
-    A mixer's state holds their tails as fields q_tail, k_tail, v_tail, None without a convolution.
+    The state of a mixer holds their tails in the fields q_tail, k_tail and v_tail; the tail of a
+    stream without a convolution is None.
     """
 
     def __init__(self, sizes: Mapping[str, int], width: int, **options: Any):
-        """options: of every ShortConvolution."""
+        """sizes: channels of each convolved stream. options: passed to every ShortConvolution."""
         super().__init__(
             {name: ShortConvolution(size, width, **options) for name, size in sizes.items()}
         )
@@ -86,7 +90,7 @@ class StreamConvolutions(nn.ModuleDict):
     def forward(
         self, streams: Mapping[str, Tensor], state: Any, cu_seqlens: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The streams, those with a convolution convolved, and the fields of the next state."""
+        """All streams, convolved where they have a convolution, and the tails of the next state."""
         convolved, tails = dict(streams), {}
         for name, convolution in self._parts():
             tail = getattr(state, f"{name}_tail")
@@ -94,14 +98,14 @@ class StreamConvolutions(nn.ModuleDict):
         return convolved, tails
 
     def init_tails(self, batch: int) -> dict[str, Tensor]:
-        """The fields of a state before the first token."""
+        """The tails of `batch` sequences before their first token, by field name."""
         return {f"{name}_tail": convolution.init_tail(batch) for name, convolution in self._parts()}
 
     def state_size(self) -> int:
         return sum(convolution.weight[:, 1:].numel() for _, convolution in self._parts())
 
     def flops(self) -> int:
-        """Per token; a multiply-add counts as two."""
+        """Operations per token; a multiply-add counts as two."""
         return sum(2 * convolution.weight.numel() for _, convolution in self._parts())
 
     def _parts(self) -> Iterable[tuple[str, ShortConvolution]]:
@@ -111,8 +115,8 @@ class StreamConvolutions(nn.ModuleDict):
 class DecayGate(nn.Module):
     """log_beta = -exp(A_log) softplus(x + dt_bias), at most 0: the gate of Mamba2.
 
-    exp(A_log) starts uniform in `rate`, softplus(dt_bias) log-uniform in `step` and not below
-    `floor`. Neither is subject to weight decay: `no_weight_decay` names them for optimizers.
+    exp(A_log) starts uniform in the range `rate`, softplus(dt_bias) log-uniform in the range `step`
+    and not below `floor`. Neither parameter is subject to weight decay.
     """
 
     no_weight_decay = ("A_log", "dt_bias")
@@ -150,7 +154,10 @@ class DecayGate(nn.Module):
 
 
 def rotated(q: Tensor, k: Tensor, place: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-    """q and k with rotary positions; `place` fits their shape without the channels."""
+    """q and k with rotary positions.
+
+    place: the position of every token; it broadcasts to the shape of q and k without the channels.
+    """
     # fp32 would round the angle of the millionth token by a thousandth; mps has no fp64.
     exact = torch.float32 if place.device.type == "mps" else torch.float64
     size = q.shape[-1]
@@ -162,13 +169,13 @@ def rotated(q: Tensor, k: Tensor, place: Tensor, theta: float) -> tuple[Tensor, 
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Channel i is paired with channel i + D/2, as in Llama."""
+    """Turn pairs of channels by their angles; channel i is paired with i + D/2, as in Llama."""
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-second, first], dim=-1) * sine
 
 
 def places(before: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The place of every token, [B, T], where `before` [N] tokens were read before the first."""
+    """The position of every token, [B, T], counted on from the `before` [N] tokens already read."""
     row = torch.arange(tokens, device=before.device)
     if cu_seqlens is None:
         return before[:, None] + row
@@ -178,13 +185,13 @@ def places(before: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def assign_(parameter: Tensor, value: Tensor) -> None:
-    """Set a parameter, unless transformers has marked it as filled from a checkpoint."""
+    """Fill a parameter, unless transformers has marked it as already loaded from a checkpoint."""
     if not getattr(parameter, "_is_hf_initialized", False):
         parameter.copy_(value)
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least fp32: gates and norms are not left to half precision."""
+    """x in fp32, or as it is in fp64: gates and norms are never computed in half precision."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -194,6 +201,6 @@ def sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def blank_state(weight: Tensor, *shape: int) -> Tensor:
-    """Zeros for a state, at least fp32, on the device of a mixer's weight."""
+    """Zeros for a state on the device of a mixer's weight, in fp32, or fp64 if the weight is."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.zeros(shape, dtype=dtype, device=weight.device)

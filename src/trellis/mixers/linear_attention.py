@@ -1,9 +1,9 @@
-"""Linear attention: a feature map in place of the softmax, a memory in place of the cache.
+"""Linear attention: a feature map replaces the softmax, a memory of fixed size replaces the cache.
 
     x -> q, k, v -> feature map on q and k -> linear_attention -> output projection
 
 Paper: Katharopoulos et al. 2020, "Transformers are RNNs". The equations of the memory are in
-ops/linear_attention/README.md.
+ops/linear_attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..ops import LinearAttentionState, linear_attention
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, head_size
+from .base import Mixer, head_dim_of
 from .layers import RMSNorm, blank_state, sequences, wide
 
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
@@ -24,14 +24,16 @@ FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambd
 
 @dataclass
 class LinearAttentionMixerConfig:
-    """heads: number of heads; None takes the model's `num_attention_heads`.
+    """The choices of linear attention.
 
-    feature_map: of queries and keys: "elu" (elu(x) + 1, the paper's), "relu" or "identity".
-    normalize: divide by the running sum of the keys' weights, as a softmax does. None means
-        wherever the feature map is never negative; "identity" allows none.
+    heads: number of heads; None takes the model's `num_attention_heads`.
+    feature_map: applied to queries and keys: "elu" (elu(x) + 1, the paper's), "relu" or "identity".
+    normalize: divide by the running sum of the keys' weights, as a softmax does. None means true
+        for "elu" and "relu", and false for "identity", whose weights may be negative.
     normalizer_eps: added to that sum.
-    output_norm: an RMSNorm on each head's output.
-    norm_eps: epsilon of the RMSNorm. backend: the op's backend.
+    output_norm: put an RMSNorm on each head's output.
+    norm_eps: epsilon of the RMSNorm.
+    backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
     heads: int | None = None
@@ -65,11 +67,11 @@ class LinearAttentionMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head = head_size(dim, self.heads)
+        self.head_dim = head_dim_of(dim, self.heads)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
-        self.out_norm = RMSNorm(self.head, config.norm_eps) if config.output_norm else None
+        self.out_norm = RMSNorm(self.head_dim, config.norm_eps) if config.output_norm else None
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
@@ -82,7 +84,7 @@ class LinearAttentionMixer(Mixer):
         q, k = (features(wide(self._split(project(x)))) for project in (self.q_proj, self.k_proj))
         y, state = linear_attention(
             q, k, self._split(self.v_proj(x)),
-            scale=1.0 if config.normalize else self.head**-0.5,
+            scale=1.0 if config.normalize else self.head_dim**-0.5,
             normalize=bool(config.normalize), eps=config.normalizer_eps,
             initial_state=state, output_final_state=True,
             cu_seqlens=cu_seqlens, backend=config.backend,
@@ -95,23 +97,23 @@ class LinearAttentionMixer(Mixer):
 
     def init_state(self, batch: int) -> LinearAttentionState:
         weight = self.o_proj.weight
-        memory = blank_state(weight, batch, self.heads, self.head, self.head)
+        memory = blank_state(weight, batch, self.heads, self.head_dim, self.head_dim)
         if not self.config.normalize:
             return LinearAttentionState(memory)
-        return LinearAttentionState(memory, blank_state(weight, batch, self.heads, self.head))
+        return LinearAttentionState(memory, blank_state(weight, batch, self.heads, self.head_dim))
 
     def state_size(self, tokens: int | None = None) -> float:
-        return self.heads * self.head * self._columns
+        return self.heads * self.head_dim * self._columns
 
     def flops(self, context: int) -> float:
         # An outer product is added to the memory, and the query multiplied by it.
-        return 4 * self.heads * self.head * self._columns
+        return 4 * self.heads * self.head_dim * self._columns
 
     @property
     def _columns(self) -> int:
-        """Of a head's memory; the normaliser is one more."""
-        return self.head + bool(self.config.normalize)
+        """Columns of a head's memory, the running sum of the keys counted as one more."""
+        return self.head_dim + bool(self.config.normalize)
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, T, H, D]"""
-        return x.unflatten(-1, (self.heads, self.head))
+        return x.unflatten(-1, (self.heads, self.head_dim))

@@ -6,7 +6,7 @@
       -> RMSNorm(y * SiLU(z)) -> output projection
 
 Paper: Dao & Gu 2024, "Transformers are SSMs". The equations of the memory are in
-ops/linear_attention/README.md.
+ops/linear_attention.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from .layers import DecayGate, RMSNorm, ShortConvolution, blank_state, sequences
 
 @dataclass
 class Mamba2MixerConfig:
-    """The model's `num_attention_heads` does not apply: the width and `head` set the heads.
+    """The model's `num_attention_heads` is not used: the width and `head_dim` give the heads.
 
-    state: size of B and C, the rows of a head's memory.
-    head: width of a head; a layer with a smaller inner width has one head of all of it.
-    heads: number of heads, which sets `head`; None takes inner width / head.
+    state_dim: size of B and C, which is the number of rows of a head's memory.
+    head_dim: width of a head. An inner width below it makes one head of the whole inner width.
+    heads: number of heads, in place of `head_dim`; None takes inner width / head_dim.
     expand: inner width / width.
-    groups: heads are in so many groups, each with its own B and C.
-    conv_width: width of the causal convolution. conv_bias: whether it has a bias.
-    decay_rate, decay_step: ranges that exp(A_log) and softplus(dt_bias) start in.
-    step_floor: the least that softplus(dt_bias) starts at.
-    step_limit: range that dt is clamped to; None leaves it as it is.
-    norm_eps: epsilon of the RMS norm. backend: the op's backend.
+    groups: number of groups of heads; the heads of a group share B and C.
+    conv_width: width of the causal convolution.
+    conv_bias: whether the convolution has a bias.
+    decay_rate, decay_step: ranges in which exp(A_log) and softplus(dt_bias) start.
+    step_floor: lower bound of the values at which softplus(dt_bias) starts.
+    step_limit: range (low, high) to which dt is clamped; None does not clamp.
+    norm_eps: epsilon of the RMSNorm.
+    backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
-    state: int = 128
-    head: int = 64
+    state_dim: int = 128
+    head_dim: int = 64
     heads: int | None = None
     expand: int = 2
     groups: int = 1
@@ -56,7 +58,7 @@ class Mamba2MixerConfig:
 
     def __post_init__(self) -> None:
         checks.choice("backend", self.backend, BACKENDS)
-        for name in ("state", "head", "expand", "groups", "conv_width"):
+        for name in ("state_dim", "head_dim", "expand", "groups", "conv_width"):
             checks.at_least(name, getattr(self, name), 1)
         checks.at_least("heads", self.heads, 1, optional=True)
         checks.at_least("step_floor", self.step_floor, 0, whole=False)
@@ -69,7 +71,7 @@ class Mamba2MixerConfig:
 
 
 class Mamba2State(NamedTuple):
-    """memory: [N, H, state, head]. tail: the last inputs of the convolution."""
+    """memory: [N, H, state_dim, head_dim]. tail: the last inputs of the convolution."""
 
     memory: Tensor
     tail: Tensor
@@ -81,19 +83,19 @@ class Mamba2Mixer(Mixer):
     def __init__(self, dim: int, heads: int, config: Mamba2MixerConfig):
         super().__init__()
         self.config = config
-        self.inner = config.expand * dim
-        self.heads, self.head = _heads(self.inner, config)
+        self.inner_dim = config.expand * dim
+        self.heads, self.head_dim = _heads(self.inner_dim, config)
         if self.heads % config.groups:
             raise ValueError(
                 f"groups must divide the number of heads, {self.heads}; got {config.groups}"
             )
-        convolved = self.inner + 2 * config.groups * config.state
-        self.in_proj = nn.Linear(dim, self.inner + convolved + self.heads, bias=False)
+        convolved = self.inner_dim + 2 * config.groups * config.state_dim
+        self.in_proj = nn.Linear(dim, self.inner_dim + convolved + self.heads, bias=False)
         self.convolution = ShortConvolution(convolved, config.conv_width, config.conv_bias)
         self.decay = DecayGate(self.heads, config.decay_rate, config.decay_step, config.step_floor)
         self.D = nn.Parameter(torch.empty(self.heads))
-        self.out_norm = RMSNorm(self.inner, config.norm_eps)
-        self.out_proj = nn.Linear(self.inner, dim, bias=False)
+        self.out_norm = RMSNorm(self.inner_dim, config.norm_eps)
+        self.out_proj = nn.Linear(self.inner_dim, dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,12 +107,12 @@ class Mamba2Mixer(Mixer):
         config = self.config
         if state is None:
             state = self.init_state(sequences(x, cu_seqlens))
-        keys = config.groups * config.state
-        sizes = [self.inner, self.inner + 2 * keys, self.heads]
+        keys = config.groups * config.state_dim
+        sizes = [self.inner_dim, self.inner_dim + 2 * keys, self.heads]
         gate, mixed, dt = self.in_proj(x).split(sizes, dim=-1)
         mixed, tail = self.convolution(mixed, state.tail, cu_seqlens)
-        x, B, C = mixed.split([self.inner, keys, keys], dim=-1)
-        x = x.unflatten(-1, (self.heads, self.head))
+        x, B, C = mixed.split([self.inner_dim, keys, keys], dim=-1)
+        x = x.unflatten(-1, (self.heads, self.head_dim))
         steps = self.decay.steps(dt)
         if config.step_limit is not None:
             steps = steps.clamp(*config.step_limit)
@@ -126,7 +128,7 @@ class Mamba2Mixer(Mixer):
         return self.out_proj(y), Mamba2State(final.memory, tail)
 
     def init_state(self, batch: int) -> Mamba2State:
-        shape = (batch, self.heads, self.config.state, self.head)
+        shape = (batch, self.heads, self.config.state_dim, self.head_dim)
         memory = blank_state(self.out_proj.weight, *shape)
         return Mamba2State(memory, self.convolution.init_tail(batch))
 
@@ -134,26 +136,29 @@ class Mamba2Mixer(Mixer):
         return self._memory + self.convolution.weight[:, 1:].numel()
 
     def flops(self, context: int) -> float:
-        # The memory is scaled by its decay, added an outer product to and multiplied by C.
-        return 5 * self._memory + 2 * self.convolution.weight.numel() + 2 * self.inner
+        # The memory is scaled by its decay (1), an outer product is added to it (2), and it is
+        # multiplied by C (2).
+        return 5 * self._memory + 2 * self.convolution.weight.numel() + 2 * self.inner_dim
 
     @property
     def _memory(self) -> int:
-        return self.inner * self.config.state
+        """How many numbers the memories of all heads hold."""
+        return self.inner_dim * self.config.state_dim
 
 
-def _heads(inner: int, config: Mamba2MixerConfig) -> tuple[int, int]:
+def _heads(inner_dim: int, config: Mamba2MixerConfig) -> tuple[int, int]:
     """The number of heads and the width of each."""
     if config.heads is not None:
-        if inner % config.heads:
+        if inner_dim % config.heads:
             raise ValueError(
-                f"heads must divide the inner width, expand * width = {inner}; got {config.heads}"
+                f"heads must divide the inner width, expand * width = {inner_dim}; "
+                f"got {config.heads}"
             )
-        return config.heads, inner // config.heads
-    head = min(config.head, inner)
-    if inner % head:
+        return config.heads, inner_dim // config.heads
+    head_dim = min(config.head_dim, inner_dim)
+    if inner_dim % head_dim:
         raise ValueError(
-            f"head must divide the inner width, expand * width = {inner}; got {head}. "
+            f"head_dim must divide the inner width, expand * width = {inner_dim}; got {head_dim}. "
             "`heads` sets the number of heads instead"
         )
-    return inner // head, head
+    return inner_dim // head_dim, head_dim

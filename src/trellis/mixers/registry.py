@@ -1,4 +1,4 @@
-"""Mixers by name. A new mixer is a file beside this one and a line in MIXERS."""
+"""Mixers by name. To add a mixer, write a file beside this one and add a line to MIXERS."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def check_name(name: object) -> None:
 
 
 def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
-    """The typed configuration of mixer `name`. Raises ValueError at an unknown field."""
+    """The configuration of mixer `name`, such as TrellisMixerConfig, from its fields.
+
+    Raises ValueError at an unknown name or field.
+    """
     check_name(name)
     config_class = MIXERS[name][0]
     known = [field.name for field in dataclasses.fields(config_class)]
@@ -52,7 +55,8 @@ def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
 def build_mixer(name: str, dim: int, heads: int, /, **fields: Any) -> Mixer:
     """A mixer of width `dim`, e.g. build_mixer("trellis", 256, 4, slots=32).
 
-    `heads` is the default for mixers whose fields leave the number of heads open.
+    heads: number of heads, unless the field `heads` gives another (mamba2 and gsa have rules of
+        their own). fields: those of the mixer's configuration.
     """
     config = mixer_config(name, fields)
     return MIXERS[name][1](dim, heads, config)

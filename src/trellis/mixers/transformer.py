@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from .base import Mixer, even_head_size, head_size
+from .base import Mixer, check_even_head_dim, head_dim_of
 from .layers import rotated
 
-#: A mask is built for so many (query, key) pairs at a time.
+#: Attention masks are built in blocks of at most this many (query, key) pairs.
 MASK_ENTRIES = 2**23
 
 
 @dataclass
 class TransformerMixerConfig:
-    """heads: number of heads; None takes the model's `num_attention_heads`.
+    """The choices of softmax attention.
 
-    window: tokens that a token sees, itself included; None sees all before it.
+    heads: number of heads; None takes the model's `num_attention_heads`.
+    window: how many tokens a token sees, itself included; None means no limit.
     rope_theta: base of the rotary frequencies.
     """
 
@@ -40,10 +41,10 @@ class TransformerMixerConfig:
 
 
 class AttentionState(NamedTuple):
-    """The cache of N sequences, aligned at its end: the newest token is the last column.
+    """The cache of N sequences. The newest token of each sequence is in the last column.
 
-    keys, values: [N, H, L, D], keys already rotated. length: [N], tokens read so far; the last
-    min(length, L) columns of a sequence are filled.
+    keys, values: [N, H, L, D], the keys already rotated. length: [N], the number of tokens read;
+    of a sequence the last min(length, L) columns are filled.
     """
 
     keys: Tensor
@@ -56,8 +57,8 @@ class TransformerMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head = head_size(dim, self.heads)
-        even_head_size(self.head)
+        self.head_dim = head_dim_of(dim, self.heads)
+        check_even_head_dim(self.head_dim)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
@@ -79,33 +80,33 @@ class TransformerMixer(Mixer):
 
     def init_state(self, batch: int) -> AttentionState:
         weight = self.o_proj.weight
-        empty = weight.new_zeros(batch, self.heads, 0, self.head)
+        empty = weight.new_zeros(batch, self.heads, 0, self.head_dim)
         return AttentionState(
             empty, empty, torch.zeros(batch, dtype=torch.long, device=weight.device)
         )
 
     def state_size(self, tokens: int | None = None) -> float:
         columns = min(math.inf if tokens is None else tokens, self._kept)
-        return 2 * self.heads * self.head * columns + 1
+        return 2 * self.heads * self.head_dim * columns + 1
 
     def flops(self, context: int) -> float:
         window = min(self.config.window or context, context)
         seen = window - window * (window - 1) / (2 * context)  # tokens, on average
-        return 4 * self.heads * self.head * seen  # scores and weighted values
+        return 4 * self.heads * self.head_dim * seen  # scores and weighted values
 
     @property
     def _kept(self) -> float:
-        """Columns that the next token may see."""
+        """How many columns of the cache the next token may see."""
         return math.inf if self.config.window is None else self.config.window - 1
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, H, T, D]"""
-        return x.unflatten(-1, (self.heads, self.head)).transpose(1, 2)
+        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState
     ) -> tuple[Tensor, AttentionState]:
-        """q, k, v [N, H, T, D], equally many new tokens for every sequence."""
+        """Attention of T new tokens per sequence (q, k, v are [N, H, T, D]) to cache and tokens."""
         place = state.length[:, None] + torch.arange(q.shape[2], device=q.device)
         q, k = rotated(q, k, place[:, None], self.config.rope_theta)
         cached = state.keys.shape[2]
@@ -120,14 +121,14 @@ class TransformerMixer(Mixer):
             y = _masked_attention(q, k, v, state.length.clamp(max=cached), self.config.window)
         length = state.length + q.shape[2]
         first = k.shape[2] - int(min(k.shape[2], self._kept))
-        if first > 0:  # copies, so that the cache does not hold on to what it drops
+        if first > 0:  # copies, so that the memory of dropped columns can be freed
             k, v = k[:, :, first:].clone(), v[:, :, first:].clone()
         return y, AttentionState(k, v, length)
 
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, cu_seqlens: Tensor
     ) -> tuple[Tensor, AttentionState]:
-        """One row of sequences, each attended to on its own; the caches are aligned afterwards."""
+        """Attention in one packed row, sequence by sequence; their caches are then aligned."""
         bounds = cu_seqlens.tolist()
         outputs, states = [], []
         for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
@@ -138,7 +139,8 @@ class TransformerMixer(Mixer):
             states.append(after)
         if not states:
             return q, state
-        # No column that is empty in all: sequences of a batch may have read in turns.
+        # The state has no column that is empty in every sequence, also where the sequences got
+        # their tokens in different calls.
         longest = int(min(max(int(s.length) for s in states), self._kept))
         keys = [_aligned(s.keys, longest) for s in states]
         values = [_aligned(s.values, longest) for s in states]
@@ -149,21 +151,22 @@ class TransformerMixer(Mixer):
 
 
 def _all_filled(length: Tensor, columns: int) -> bool:
-    """Whether no column is empty; not asked on devices where the answer has to be waited for."""
+    """Whether no column is empty. False on a GPU, where finding out would wait for the device."""
     return length.device.type == "cpu" and bool((length >= columns).all())
 
 
 def _aligned(cache: Tensor, columns: int) -> Tensor:
-    """The last `columns` columns of a cache, zeros before its first."""
+    """The last `columns` columns of a cache, with columns of zeros in front if it has fewer."""
     return F.pad(cache, (0, 0, columns - cache.shape[2], 0))
 
 
 def _masked_attention(
     q: Tensor, k: Tensor, v: Tensor, filled: Tensor, window: int | None
 ) -> Tensor:
-    """Attention of the last T of S columns to the columns before them, block by block.
+    """Causal attention of the last T of S columns to all S, computed block by block.
 
-    q [N, H, T, D]; k, v [N, H, S, D]; of the first S - T columns the last `filled` [N] hold tokens.
+    q is [N, H, T, D]; k and v are [N, H, S, D]. The first S - T columns are the cache; of these the
+    last `filled` [N] hold tokens.
     """
     tokens, columns = q.shape[2], k.shape[2]
     cached = columns - tokens

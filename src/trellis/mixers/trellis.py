@@ -5,7 +5,7 @@
       -> trellis_memory -> RMSNorm per head -> * GELU(gate) -> output projection
 
 Paper: "Trellis: Learning to Compress Key-Value Memory in Attention Models". The equations of the
-memory are in ops/memory/README.md.
+memory are in ops/memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ops import MemoryState, trellis_memory, trellis_memory_step, unit_length
 from ..ops.memory import BACKENDS
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
 from ..ops.memory.start import MODES, VALUE_PASSES
-from .base import Mixer, head_size
+from .base import Mixer, head_dim_of
 from .layers import (
     DecayGate,
     GatedNorm,
@@ -35,40 +35,51 @@ from .layers import (
 
 STEPS = ("sigmoid", "softplus", "constant")
 DECAYS = ("softplus", "sigmoid")
-#: Beside |k|^2 and |v|^2 in the normalised-LMS step.
+#: Added to |k|^2 and |v|^2 where the normalised-LMS step divides by them.
 LMS_EPSILON = 1e-6
 
 
 @dataclass
 class TrellisMixerConfig:
-    """Every choice of the mixer. The defaults are the paper's, in exact mode.
+    """Every choice of the mixer.
+
+    From the paper are: two passes with one target code, encoding in the value pass, the forget
+    gate, f = ln_silu, a short convolution of q and k, a norm and a GELU gate behind the memory.
+    The paper says nothing of, and these are our choices: phi; how gamma and beta are computed, and
+    that both passes share them; the unit length of q, k and v; the width of the convolution and
+    the SiLU behind it; memories that start at zero. Two defaults are not the paper's:
+    mode="exact", which is "b = 1" in its ablation, while its default is stale gradients with a
+    mini-batch that it does not give; and psi="identity", while it reads phi(M^T q) (psi = phi).
 
     heads: number of heads; None takes the model's `num_attention_heads`.
     slots: memory slots per head (m); None takes the head size.
     phi: non-linearity of the compression (identity is the paper's "linear").
     f: non-linearity between the passes. psi: non-linearity of the output.
-    mode: "exact", or "stale" with the gradient taken once per mini-batch.
-    minibatch: tokens per mini-batch in stale mode; the step size is divided by it there.
+    mode: "exact" takes the gradient at the memory before each token, "stale" at the memory before
+        each mini-batch.
+    minibatch: tokens per mini-batch in stale mode, which also divides the step size by it.
     value_pass: "encode" (the paper's) regresses the code from the value and reads with the
         transpose; "decode" regresses the value from the code.
     conv_width: width of the causal convolution; 0 leaves it out.
-    conv_on: the streams it acts on, of "q", "k" and "v". SiLU follows it.
+    conv_on: the convolved streams, some of "q", "k" and "v". SiLU follows the convolution.
     normalize: the streams scaled to unit length per head; None means q, k and v, and with
         value_pass="decode", where v is a target, q and k.
     lms_step: divide the step size by |k|^2 in the key pass and by |v|^2 in the value pass
         (normalised LMS), instead of normalising k and v.
-    step: gamma = step_max * sigmoid(.), softplus(.) without a bound, or the constant step_max.
+    step: gamma = step_max * sigmoid(.) ("sigmoid"), softplus(.) without a bound ("softplus"), or
+        step_max itself ("constant").
     step_max: upper end of gamma's range. step_bias: the bias that gamma's projection starts at.
-    forget_gate: False keeps everything (beta = 1).
+    forget_gate: False means that the memories do not decay (beta = 1).
     decay: "softplus": log_beta = -exp(A_log) softplus(. + dt_bias), or
         "sigmoid": log_beta = logsigmoid(.) / decay_temperature.
-    decay_rate, decay_step: ranges that exp(A_log) and softplus(dt_bias) start in.
+    decay_rate, decay_step: ranges in which exp(A_log) and softplus(dt_bias) start.
     separate_gates: one gamma and one beta for each pass, instead of one for both.
     normalize_alpha: an RMS norm, with a learnable scale, on each head's code.
     learn_initial_memory: start from learned memories instead of zeros; None means only where
         phi is degenerate at zero (layernorm, l2norm, ln_silu).
-    initial_memory_std: spread of the learned memories at initialisation.
-    norm_eps: epsilon of the RMS norms. backend: the op's backend.
+    initial_memory_std: standard deviation from which learned memories are drawn.
+    norm_eps: epsilon of the RMS norms.
+    backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
     heads: int | None = None
@@ -126,9 +137,9 @@ class TrellisMixerConfig:
 
 
 class MemoryInputs(NamedTuple):
-    """What the memory reads of T tokens, as `trellis_memory` takes it.
+    """The first arguments of `trellis_memory` for T tokens.
 
-    q, k, v: [B, T, H, head]. alpha: [B, T, H, slots]. log_beta, gamma: [B, T, H] for each pass.
+    q, k, v: [B, T, H, head_dim]. alpha: [B, T, H, slots]. log_beta, gamma: [B, T, H] for each pass.
     """
 
     q: Tensor
@@ -139,7 +150,7 @@ class MemoryInputs(NamedTuple):
     gamma: tuple[Tensor, Tensor]
 
     def at(self, t: int | slice) -> MemoryInputs:
-        """One token, without its dimension, or some."""
+        """The inputs of token t, without the dimension T, or those of a slice of tokens."""
         q, k, v, alpha, log_beta, gamma = self
         return MemoryInputs(
             q[:, t], k[:, t], v[:, t], alpha[:, t],
@@ -157,15 +168,15 @@ class TrellisState(NamedTuple):
 
 
 class TrellisMixer(Mixer):
-    #: The gates of the memory; the output's gate is a map like the others.
+    #: Exempt from weight decay: the maps that make the memory's gates, not the output's gate.
     no_weight_decay = ("gamma_proj.weight", "beta_proj.weight")
 
     def __init__(self, dim: int, heads: int, config: TrellisMixerConfig):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head = head_size(dim, self.heads)
-        self.slots = config.slots or self.head
+        self.head_dim = head_dim_of(dim, self.heads)
+        self.slots = config.slots or self.head_dim
         self.normalized = config.normalize or ()
         gates = self.heads * (2 if config.separate_gates else 1)
 
@@ -178,7 +189,7 @@ class TrellisMixer(Mixer):
         self.beta_proj: nn.Linear | None = None
         self.decay: DecayGate | None = None
         if config.forget_gate:
-            # The decay gate brings a bias of its own.
+            # DecayGate has a bias of its own, dt_bias.
             self.beta_proj = nn.Linear(dim, gates, bias=config.decay == "sigmoid")
             if config.decay == "softplus":
                 self.decay = DecayGate(gates, config.decay_rate, config.decay_step)
@@ -192,12 +203,12 @@ class TrellisMixer(Mixer):
         if config.learn_initial_memory:
             self.initial_keys = nn.Parameter(torch.empty(self._key_shape))
             self.initial_values = nn.Parameter(torch.empty(self._value_shape))
-        self.out_norm = GatedNorm(self.head, config.norm_eps)
+        self.out_norm = GatedNorm(self.head_dim, config.norm_eps)
         self.o_proj = nn.Linear(dim, dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """What is this mixer's own; its linear maps are the model's to initialise."""
+        """Initialise this mixer's own parameters; the model initialises the linear maps."""
         if self.gamma_proj is not None:
             nn.init.constant_(self.gamma_proj.bias, self.config.step_bias)
         if self.initial_keys is not None and self.initial_values is not None:
@@ -206,13 +217,13 @@ class TrellisMixer(Mixer):
 
     @property
     def _key_shape(self) -> tuple[int, int, int]:
-        return self.heads, self.slots, self.head
+        return self.heads, self.slots, self.head_dim
 
     @property
     def _value_shape(self) -> tuple[int, int, int]:
         if self.config.value_pass == "encode":
-            return self.heads, self.slots, self.head
-        return self.heads, self.head, self.slots
+            return self.heads, self.slots, self.head_dim
+        return self.heads, self.head_dim, self.slots
 
     def forward(
         self, x: Tensor, state: TrellisState | None = None, cu_seqlens: Tensor | None = None
@@ -239,7 +250,7 @@ class TrellisMixer(Mixer):
     def project(
         self, x: Tensor, state: TrellisState, cu_seqlens: Tensor | None = None
     ) -> tuple[MemoryInputs, dict[str, Tensor]]:
-        """What the memory reads of x [B, T, dim], and the convolutions' tails after it."""
+        """The memory's inputs for x [B, T, dim], and the tails of the convolutions after x."""
         projected = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
         streams, tails = self.convolutions(projected, state, cu_seqlens)
         q, k, v = (self._heads(name, streams[name]) for name in ("q", "k", "v"))
@@ -249,13 +260,13 @@ class TrellisMixer(Mixer):
         return MemoryInputs(q, k, v, alpha, self._decays(x), self._steps(x, k, v)), tails
 
     def project_out(self, x: Tensor, y: Tensor) -> Tensor:
-        """The mixer's output from what the memory answers, y [B, T, H, head]."""
+        """The mixer's output [B, T, dim] from the memory's output y [B, T, H, head_dim]."""
         y = self.out_norm(y.to(x.dtype), self._split(self.g_proj(x)))
         return self.o_proj(y.flatten(2))
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The options of `trellis_memory` that say what it computes."""
+        """The options of `trellis_memory` that decide what it computes."""
         names = ("phi", "f", "psi", "value_pass", "mode", "minibatch")
         return {name: getattr(self.config, name) for name in names}
 
@@ -270,15 +281,15 @@ class TrellisMixer(Mixer):
         return TrellisState(memory, **self.convolutions.init_tails(batch))
 
     def state_size(self, tokens: int | None = None) -> float:
-        memories = self.heads * self.slots * self.head * 2
+        memories = self.heads * self.slots * self.head_dim * 2
         if self.config.mode == "stale" and self.config.minibatch > 1:
             memories = 2 * memories + 1  # the anchors and the offset
         return memories + self.convolutions.state_size()
 
     def flops(self, context: int) -> float:
-        # Either pass multiplies its memory by two vectors (the key, the query) and adds an outer
-        # product, after scaling the memory by the forget gate.
-        passes = 2 * self.heads * self.slots * self.head * (3 * 2 + 1)
+        # Each of the two passes multiplies its memory by two vectors (the key and the query),
+        # scales it by the forget gate and adds an outer product to it.
+        passes = 2 * self.heads * self.slots * self.head_dim * (3 * 2 + 1)
         return passes + self.convolutions.flops()
 
     def _initial(

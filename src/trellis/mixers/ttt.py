@@ -1,11 +1,11 @@
-"""TTT-Linear: the state is a small model, trained on the keys and values that it reads.
+"""TTT-Linear: the state is a small linear model, trained on the keys and values that it reads.
 
     x -> p -> convolution -> q;  p -> another convolution -> k;  x -> v;  rotary places on q and k
       -> eta, the step size of each token
       -> ttt_linear -> LayerNorm over the width -> * GELU(gate) -> output projection
 
 Paper: Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States". The
-equations of the inner model are in ops/ttt/README.md.
+equations of the inner model are in ops/ttt.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from torch import Tensor, nn
 from .. import checks
 from ..ops import TTTState, ttt_linear
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, even_head_size, head_size
+from .base import Mixer, check_even_head_dim, head_dim_of
 from .layers import StreamConvolutions, places, rotated, sequences, wide
 
-#: Of the layer norm over the width, as in the op.
+#: Epsilon of the layer norm over the width; the op has the same.
 NORM_EPSILON = 1e-6
 
 
 @dataclass
 class TTTMixerConfig:
-    """The defaults are the layer of the authors' Mamba backbone, which their results for TTT-Linear
-    are with. Their Transformer backbone is share_qk=False, conv_width=0, output_gate=False. What
-    they add around the layer, a convolution on the residual stream, is no part of the mixer.
+    """The defaults are the layer in the authors' Mamba backbone, with which they report TTT-Linear.
+    The layer in their Transformer backbone is share_qk=False, conv_width=0, output_gate=False. The
+    convolution that they put on the residual stream in front of the layer is left out.
 
     heads: number of heads; None takes the model's `num_attention_heads`.
-    minibatch: tokens whose gradients are taken at the same inner model.
-    base_lr: eta = base_lr * sigmoid(.) / head size.
+    minibatch: tokens per mini-batch, whose gradients are all taken at the same inner model.
+    base_lr: scale of the step sizes, eta = base_lr * sigmoid(.) / head_dim.
     share_qk: q and k are two convolutions of one projection, instead of two projections.
     conv_width: width of the causal convolutions of q and k, with a bias and without an activation;
         0 leaves them out.
-    output_gate: multiply the normed output by GELU(.) of the input, in the tanh form.
-    rope_theta: base of the rotary frequencies of places in the mini-batch; None leaves them out.
-    initial_std: spread of the inner model's learned start at initialisation; its bias starts at 0.
-    backend: the op's backend.
+    output_gate: multiply the normed output by GELU(gate), in the tanh form.
+    rope_theta: base of the rotary frequencies; positions count within a mini-batch. None leaves
+        positions out.
+    initial_std: standard deviation from which the inner model's learned initial weight is drawn;
+        its learned initial bias starts at 0.
+    backend: which implementation of the inner model runs, such as "auto" or "reference".
     """
 
     heads: int | None = None
@@ -70,7 +72,7 @@ class TTTMixerConfig:
 
 
 class TTTMixerState(NamedTuple):
-    """The inner models, and the last inputs of the convolutions."""
+    """The inner models of N sequences, and the last inputs of the convolutions."""
 
     inner: TTTState
     q_tail: Tensor | None = None
@@ -84,30 +86,30 @@ class TTTMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head = head_size(dim, self.heads)
+        self.head_dim = head_dim_of(dim, self.heads)
         if config.rope_theta is not None:
-            even_head_size(self.head)
+            check_even_head_dim(self.head_dim)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = None if config.share_qk else nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.eta_proj = nn.Linear(dim, self.heads)
         self.g_proj = nn.Linear(dim, dim, bias=False) if config.output_gate else None
         streams = {"q": dim, "k": dim} if config.conv_width else {}
-        # Biases of the size of the weights would make all keys alike at first.
+        # Biases as large as the weights would make all keys alike at first, hence zero_bias.
         self.convolutions = StreamConvolutions(
             streams, config.conv_width, bias=True, zero_bias=True, activation="identity"
         )
         self.theta_offset = nn.Parameter(torch.empty(config.minibatch))
-        self.initial_weight = nn.Parameter(torch.empty(self.heads, self.head, self.head))
-        self.initial_bias = nn.Parameter(torch.empty(self.heads, self.head))
-        self.norm_weight = nn.Parameter(torch.empty(self.heads, self.head))
-        self.norm_bias = nn.Parameter(torch.empty(self.heads, self.head))
+        self.initial_weight = nn.Parameter(torch.empty(self.heads, self.head_dim, self.head_dim))
+        self.initial_bias = nn.Parameter(torch.empty(self.heads, self.head_dim))
+        self.norm_weight = nn.Parameter(torch.empty(self.heads, self.head_dim))
+        self.norm_bias = nn.Parameter(torch.empty(self.heads, self.head_dim))
         self.out_norm = nn.LayerNorm(dim, eps=NORM_EPSILON)
         self.o_proj = nn.Linear(dim, dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """What is this mixer's own; its linear maps are the model's to initialise."""
+        """Initialise this mixer's own parameters; the model initialises the linear maps."""
         nn.init.zeros_(self.theta_offset)
         nn.init.normal_(self.initial_weight, std=self.config.initial_std)
         nn.init.zeros_(self.initial_bias)
@@ -128,7 +130,7 @@ class TTTMixer(Mixer):
             place = places(state.inner.offset, x.shape[1], cu_seqlens)
             place = place.remainder(self.config.minibatch)
             q, k = rotated(q, k, place[..., None], self.config.rope_theta)
-        eta = wide(self.eta_proj(x)).sigmoid() * (self.config.base_lr / self.head)
+        eta = wide(self.eta_proj(x)).sigmoid() * (self.config.base_lr / self.head_dim)
         y, inner = ttt_linear(
             q, k, v, eta, self._theta(), wide(self.norm_weight), wide(self.norm_bias),
             initial_state=state.inner, output_final_state=True, cu_seqlens=cu_seqlens,
@@ -152,22 +154,22 @@ class TTTMixer(Mixer):
         return TTTMixerState(inner, **self.convolutions.init_tails(batch))
 
     def state_size(self, tokens: int | None = None) -> float:
-        # The model, the steps of the mini-batch under way, and its offset.
-        inner = 2 * self.heads * (self.head + 1) * self.head + 1
+        # The inner model, the sum of the steps of the mini-batch so far, and the offset in it.
+        inner = 2 * self.heads * (self.head_dim + 1) * self.head_dim + 1
         return inner + self.convolutions.state_size()
 
     def flops(self, context: int) -> float:
-        # The model multiplies the key and the query; an outer product is added to the steps and
-        # these, times theta, to the model.
-        inner = self.heads * (self.head + 1) * self.head * 4 * 2
+        # Four multiply-adds for every number of the inner model: it is applied to the key and to
+        # the query, an outer product is added to the steps, and the steps times theta to the model.
+        inner = self.heads * (self.head_dim + 1) * self.head_dim * 4 * 2
         return inner + self.convolutions.flops()
 
     def _theta(self) -> Tensor:
-        """The factor of each place: at first the mean of the steps so far."""
+        """The factor of each place i of a mini-batch, at least 0; 1 / i at initialisation."""
         offset = wide(self.theta_offset)
         count = torch.arange(1, len(offset) + 1, device=offset.device)
         return (offset + 1 / count.to(offset.dtype)).clamp(min=0)
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, T, H, D]"""
-        return x.unflatten(-1, (self.heads, self.head))
+        return x.unflatten(-1, (self.heads, self.head_dim))

@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..files import write_whole
-from ..mixers.base import State
-from ..mixers.state_tree import map_tensors, named_tensors, rebuild
+from ..mixers.base import State, map_tensors, named_tensors, rebuild
 
 if TYPE_CHECKING:
     from .modeling import TrellisPreTrainedModel

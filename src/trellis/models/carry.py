@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mixers.base import State
-from ..mixers.state_tree import map_tensors
+from ..mixers.base import State, map_tensors
 
 
 class Carried(NamedTuple):

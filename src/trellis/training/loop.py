@@ -21,7 +21,7 @@ from .. import __version__, machine
 from ..data.batches import Batch, Batches
 from ..data.shards import Corpus
 from ..mixers import Mixer
-from ..mixers.state_tree import map_tensors, named_tensors, rebuild
+from ..mixers.base import map_tensors, named_tensors, rebuild
 from ..models.flops import training_flops
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints

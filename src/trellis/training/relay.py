@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..data.batches import Batch
-from ..mixers.base import State
-from ..mixers.state_tree import map_tensors, named_tensors, rebuild
+from ..mixers.base import State, map_tensors, named_tensors, rebuild
 from ..models.carry import Carried, select
 from .distributed import Processes
 

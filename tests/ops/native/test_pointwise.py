@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tests.ops.fused import FP32, check_against, normal, run
-from tests.support import relative_rms
+from tests.support import FP32, check_against, normal, relative_rms, run
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -15,12 +14,11 @@ from trellis.ops import (
     silu_product,
     unit_length,
 )
-from trellis.ops.convolution import library as convolution
-from trellis.ops.cross_entropy import library as cross_entropy
-from trellis.ops.cross_entropy.reference import cross_entropy_reference
-from trellis.ops.gates import library as gates
+from trellis.ops.convolution import fused_convolution
+from trellis.ops.cross_entropy import cross_entropy_reference, fused_cross_entropy_
+from trellis.ops.gates import fused_silu_product
 from trellis.ops.native import build, pointwise
-from trellis.ops.norms import library as norms
+from trellis.ops.norms import fused_norm
 
 BOUNDS = torch.tensor([0, 70, 70, 75, 150])
 
@@ -182,11 +180,11 @@ def test_registered_operators_keep_torchs_rules():
     def leaf(*shape):
         return torch.randn(*shape).mT.contiguous().mT.requires_grad_()
 
-    torch.library.opcheck(norms.norm, (leaf(3, 5, 4), torch.ones(4), leaf(3, 5, 4), 0.25, 1e-6))
-    torch.library.opcheck(norms.norm, (leaf(3, 5, 4), None, None, 1.0, 1e-6))
-    torch.library.opcheck(gates.silu_product, (leaf(3, 4), leaf(3, 4)))
+    torch.library.opcheck(fused_norm, (leaf(3, 5, 4), torch.ones(4), leaf(3, 5, 4), 0.25, 1e-6))
+    torch.library.opcheck(fused_norm, (leaf(3, 5, 4), None, None, 1.0, 1e-6))
+    torch.library.opcheck(fused_silu_product, (leaf(3, 4), leaf(3, 4)))
     for bias in (None, torch.randn(5, requires_grad=True)):
         given = (leaf(1, 9, 5), leaf(5, 4), bias, leaf(2, 3, 5), torch.tensor([0, 2, 9]), True)
-        torch.library.opcheck(convolution.convolution, given)
+        torch.library.opcheck(fused_convolution, given)
     given = (torch.randn(4, 6), torch.tensor([0, 5, -100, 2]), True, -100)
-    torch.library.opcheck(cross_entropy.cross_entropy_, given)
+    torch.library.opcheck(fused_cross_entropy_, given)

@@ -4,8 +4,7 @@ import logging
 
 import pytest
 import torch
-from tests.ops.fused import FP32
-from tests.support import relative_rms
+from tests.support import FP32, relative_rms
 
 from trellis.ops import unit_length
 from trellis.ops.native import pointwise

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LAYERNORM_EPSILON = 1e-5
-L2NORM_EPSILON = 1e-6
+from ..norms import L2NORM_EPSILON, LAYERNORM_EPSILON
+from ..norms import unit_length_reference as l2norm
 
 
 def identity(z: Tensor) -> Tensor:
@@ -32,11 +32,6 @@ def identity(z: Tensor) -> Tensor:
 def layernorm(z: Tensor) -> Tensor:
     """Centre and scale the last dimension to unit variance; no learnable parameters."""
     return F.layer_norm(z, z.shape[-1:], eps=LAYERNORM_EPSILON)
-
-
-def l2norm(z: Tensor) -> Tensor:
-    """Scale the last dimension to unit length."""
-    return z * (z.square().sum(-1, keepdim=True) + L2NORM_EPSILON).rsqrt()
 
 
 def ln_silu(z: Tensor) -> Tensor:

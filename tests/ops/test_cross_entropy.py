@@ -4,12 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ops.fused import FP32, FP64, normal
-from tests.support import relative_rms
+from tests.support import FP32, FP64, normal, relative_rms
 
 from trellis.ops import cross_entropy_
-from trellis.ops.cross_entropy import IGNORED
-from trellis.ops.cross_entropy.reference import cross_entropy_reference
+from trellis.ops.cross_entropy import IGNORED, cross_entropy_reference
 
 pytestmark = pytest.mark.usefixtures("fused_at_every_size")
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ops.fused import check_against, normal, run
+from tests.support import check_against, normal, run
 
 from trellis.ops import silu_product
-from trellis.ops.gates.reference import silu_product_reference
+from trellis.ops.gates import silu_product_reference
 
 pytestmark = pytest.mark.usefixtures("fused_at_every_size")
 

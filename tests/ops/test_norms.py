@@ -4,13 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ops.fused import check_against, normal, run
-from tests.support import relative_rms
+from tests.support import check_against, normal, relative_rms, run
 from torch import nn
 
-from trellis.ops import gated_norm, rms_norm, unit_length
+from trellis.ops import gated_norm, norms, rms_norm, unit_length
 from trellis.ops.memory.activations import l2norm
-from trellis.ops.norms import reference
 
 pytestmark = pytest.mark.usefixtures("fused_at_every_size")
 EPS = 1e-6
@@ -18,23 +16,23 @@ EPS = 1e-6
 CASES = {
     "unit_length": (
         lambda x, gate, weight: unit_length(x),
-        lambda x, gate, weight: reference.unit_length_reference(x),
+        lambda x, gate, weight: norms.unit_length_reference(x),
     ),
     "rms_norm": (
         lambda x, gate, weight: rms_norm(x, weight, EPS),
-        lambda x, gate, weight: reference.rms_norm_reference(x, weight, EPS),
+        lambda x, gate, weight: norms.rms_norm_reference(x, weight, EPS),
     ),
     "rms_norm without weight": (
         lambda x, gate, weight: rms_norm(x, None, EPS),
-        lambda x, gate, weight: reference.rms_norm_reference(x, None, EPS),
+        lambda x, gate, weight: norms.rms_norm_reference(x, None, EPS),
     ),
     "gated_norm": (
         lambda x, gate, weight: gated_norm(x, gate, weight, EPS),
-        lambda x, gate, weight: reference.gated_norm_reference(x, gate, weight, EPS),
+        lambda x, gate, weight: norms.gated_norm_reference(x, gate, weight, EPS),
     ),
     "gated_norm without weight": (
         lambda x, gate, weight: gated_norm(x, gate, None, EPS),
-        lambda x, gate, weight: reference.gated_norm_reference(x, gate, None, EPS),
+        lambda x, gate, weight: norms.gated_norm_reference(x, gate, None, EPS),
     ),
 }
 every_norm = pytest.mark.parametrize("name", CASES)

@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ops.fused import check_against, normal, run
-from tests.support import relative_rms
+from tests.support import check_against, normal, relative_rms, run
 
 from trellis.ops import causal_convolution
-from trellis.ops.convolution.reference import causal_convolution_reference
+from trellis.ops.convolution import causal_convolution_reference
 
 pytestmark = pytest.mark.usefixtures("fused_at_every_size")
 both_activations = pytest.mark.parametrize("activation", ["identity", "silu"])

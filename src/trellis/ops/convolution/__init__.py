@@ -1,3 +1,0 @@
-from .interface import causal_convolution
-
-__all__ = ["causal_convolution"]

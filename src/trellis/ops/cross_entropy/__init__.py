@@ -1,3 +1,0 @@
-from .interface import IGNORED, cross_entropy_
-
-__all__ = ["IGNORED", "cross_entropy_"]

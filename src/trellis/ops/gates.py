@@ -1,0 +1,69 @@
+"""The gate of SwiGLU.
+
+    y  = SiLU(g) u                        SiLU(g) = g s(g), s the logistic function
+
+    dg = dy u (s + g s (1 - s))
+    du = dy SiLU(g)
+
+`silu_product_reference` defines it in plain PyTorch. Large fp32 tensors on the CPU go through a
+fused kernel (native/pointwise.cpp), one pass over memory forward and one backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from .native import pointwise
+
+
+def silu_product_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up, for two tensors of one shape."""
+    checks.shape("up", up, gate.shape, "that of gate")
+    if not pointwise.takes(gate, up):
+        return silu_product_reference(gate, up)
+    return fused_silu_product(gate, up)
+
+
+@torch.library.custom_op("trellis::silu_product", mutates_args=(), device_types="cpu")
+def fused_silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up, by the kernel."""
+    (y,) = outputs = pointwise.fresh_like(gate)
+    pointwise.run("silu_product", (gate, up), outputs, gate.numel())
+    return y
+
+
+@fused_silu_product.register_fake
+def _(gate, up):
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("trellis::silu_product_backward", mutates_args=(), device_types="cpu")
+def fused_silu_product_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    dgate, dup = outputs = pointwise.fresh_like(gate, up)
+    pointwise.run("silu_product_backward", (dy, gate, up), outputs, gate.numel())
+    return dgate, dup
+
+
+@fused_silu_product_backward.register_fake
+def _(dy, gate, up):
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    return fused_silu_product_backward(dy, *ctx.saved_tensors)
+
+
+fused_silu_product.register_autograd(_backward, setup_context=_setup)
+fused_silu_product_backward.register_autograd(pointwise.refuse_double_backward("SwiGLU"))

@@ -1,3 +1,0 @@
-from .interface import silu_product
-
-__all__ = ["silu_product"]
