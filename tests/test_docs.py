@@ -1,13 +1,13 @@
-"""The documents are true: their Python examples run, their links lead somewhere, and every number of a
-table with a record stands in that record.
+"""The documents are true: their Python examples run, their links lead to files, and every number
+of a table of measurements stands in the record that the table names.
 
 A table names its records in a comment on the line before it:
 
     <!-- records: records/bench-ops.json -->
     | T | op | median |
 
-Paths are relative to the document. Every number in the table's body must then be found in one of the
-records, rounded as the table prints it.
+Paths are relative to the document. Every number in the table's body must then be found in one of
+the records, rounded as the table prints it.
 """
 
 import json
@@ -74,7 +74,7 @@ def numbers_in(record):
 
 
 def rounded_like(value, shown):
-    """`value` printed as the number `shown` is: with as many decimals, or as many digits and an exponent."""
+    """`value` with as many decimals, or as many digits and an exponent, as `shown` has."""
     mantissa, _, exponent = shown.partition("e")
     decimals = len(mantissa.partition(".")[2])
     if exponent:
@@ -83,7 +83,7 @@ def rounded_like(value, shown):
 
 
 def stands_in(shown, recorded):
-    """Whether the number `shown` is one of the recorded ones, rounded; per cents may be fractions."""
+    """Whether `shown` is a recorded number, rounded; a record may hold 0.12 for 12 per cent."""
     wanted = float(shown.replace(",", ""))
     plain = shown.replace(",", "")
     return any(

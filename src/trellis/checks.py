@@ -29,10 +29,15 @@ def did_you_mean(
     return f"; did you mean {form.format(near[0])}?" if near else ""
 
 
-def streams(name: str, value: Sequence[str]) -> tuple[str, ...]:
+def streams(
+    name: str, value: Sequence[str], allowed: Sequence[str] = ("q", "k", "v")
+) -> tuple[str, ...]:
     chosen = tuple(value)
-    if isinstance(value, str) or not set(chosen) <= {"q", "k", "v"}:
-        raise ValueError(f"{name} must be a list of some of 'q', 'k' and 'v'; got {value!r}")
+    if isinstance(value, str) or not set(chosen) <= set(allowed):
+        listed = ", ".join(repr(stream) for stream in allowed[:-1])
+        raise ValueError(
+            f"{name} must be a list of some of {listed} and {allowed[-1]!r}; got {value!r}"
+        )
     return chosen
 
 
@@ -63,6 +68,12 @@ def number_range(
 def flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false; got {value!r}")
+
+
+def number(name: str, value: object) -> None:
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not finite or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be a finite number; got {value!r}")
 
 
 def positive(name: str, value: object) -> None:

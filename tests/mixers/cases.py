@@ -21,6 +21,26 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     ),
     "trellis learned start": ("trellis", {"phi": "ln_silu", "slots": 24}),
     "trellis lms": ("trellis", {"lms_step": True, "step": "softplus", "conv_width": 0}),
+    "trellis with a skip": (
+        "trellis",
+        {
+            "value_pass": "decode",
+            "phi": "identity",
+            "f": "silu",
+            "skip": 1.0,
+            "conv_bias": True,
+            "conv_on": ["q", "k", "alpha"],
+            "half_life": [8, 2048],
+            "separate_gates": True,
+            "tie_queries": True,
+            "step_max": [1.0, 0.5],
+            "slots": 24,
+        },
+    ),
+    "trellis stale by position": (
+        "trellis",
+        {"mode": "stale", "minibatch": 7, "stale_step": "position", "skip": 0.5},
+    ),
     "trellis without gate": ("trellis", {"forget_gate": False, "step": "constant", "heads": 4}),
     "linear attention without normaliser": (
         "linear_attention",

@@ -99,7 +99,7 @@ def test_a_row_of_the_ablation_is_the_recurrence_that_it_names(row):
         f(yhat), v, alpha, log_beta[1], gamma[1], *options, "bhmd,bhm->bhd"
     )
     actual, state = mixer(X)
-    assert relative_rms(actual, mixer.project_out(X, y)) < 1e-9
+    assert relative_rms(actual, mixer.project_out(X, y, v)) < 1e-9
     assert relative_rms(state.memory.keys, keys) < 1e-9
     assert relative_rms(state.memory.values, values) < 1e-9
 
@@ -125,7 +125,7 @@ def test_without_its_forget_gate_the_memory_has_a_log_decay_of_zero(mode):
         *inputs._replace(log_beta=(zeros, zeros)), output_final_state=True, **gated.choices
     )
     ungated, state = with_shared_weights(**fields, forget_gate=False)(X)
-    assert relative_rms(ungated, gated.project_out(X, y)) < 1e-9
+    assert relative_rms(ungated, gated.project_out(X, y, inputs.v)) < 1e-9
     assert relative_rms(state.memory.keys, final.keys) < 1e-9
     assert relative_rms(state.memory.values, final.values) < 1e-9
 
@@ -151,7 +151,7 @@ def test_linear_passes_are_the_delta_rule(f):
         )  # fmt: skip
         outputs.append(torch.einsum("bhdm,bhm->bhd", values, r[:, t]))
     y, state = mixer(X)
-    assert relative_rms(y, mixer.project_out(X, torch.stack(outputs, dim=1))) < 1e-9
+    assert relative_rms(y, mixer.project_out(X, torch.stack(outputs, dim=1), v)) < 1e-9
     assert relative_rms(state.memory.keys, keys.mT) < 1e-9
     assert relative_rms(state.memory.values, values.mT) < 1e-9
 
@@ -185,15 +185,73 @@ def test_defaults_follow_the_width():
     assert mixer.state_size() == 2 * 3 * 32 * 32 + 2 * 3 * 96
 
 
-def test_stale_mode_divides_the_step_by_the_minibatch():
+@pytest.mark.parametrize(
+    ("stale_step", "factors"),
+    [
+        ("minibatch", [1 / 4] * 6),
+        ("position", [1, 1 / 2, 1 / 3, 1 / 4, 1, 1 / 2]),
+        ("none", [1] * 6),
+    ],
+)
+def test_stale_mode_scales_the_step(stale_step, factors):
     torch.manual_seed(0)
     exact = build_mixer("trellis", 16, 2)
-    stale = build_mixer("trellis", 16, 2, mode="stale", minibatch=8)
+    stale = build_mixer("trellis", 16, 2, mode="stale", minibatch=4, stale_step=stale_step)
     stale.load_state_dict(exact.state_dict())
+    x = torch.randn(1, 6, 16)
+    one = exact.project(x, exact.init_state(1))[0].gamma[0]
+    other = stale.project(x, stale.init_state(1))[0].gamma[0]
+    assert torch.allclose(one * torch.tensor(factors)[:, None], other)
+
+
+def test_stale_steps_by_position_go_on_inside_a_minibatch():
+    mixer = build_mixer("trellis", 16, 2, mode="stale", minibatch=4, stale_step="position")
+    x = torch.randn(1, 7, 16)
+    _, state = mixer(x[:, :2])
+    whole = mixer.project(x, mixer.init_state(1))[0].gamma[0]
+    rest = mixer.project(x[:, 2:], state)[0].gamma[0]
+    assert torch.allclose(whole[:, 2:], rest)
+
+
+def test_half_lives_are_spread_over_the_heads_of_each_pass():
+    mixer = build_mixer("trellis", 48, 3, half_life=(8, 2048), separate_gates=True)
+    torch.nn.init.zeros_(mixer.beta_proj.weight)
+    keys, values = mixer._decays(torch.randn(1, 4, 48))
+    for log_beta in (keys, values):
+        half_lives = -math.log(2) / log_beta[0, 0]
+        assert torch.allclose(half_lives, torch.tensor([8.0, 128.0, 2048.0]), rtol=1e-4)
+    alone = build_mixer("trellis", 16, 1, half_life=(8, 2048))
+    torch.nn.init.zeros_(alone.beta_proj.weight)
+    assert alone._decays(torch.randn(1, 1, 16))[0].item() == pytest.approx(-math.log(2) / 128)
+
+
+def test_the_skip_adds_the_value_to_the_answer():
+    torch.manual_seed(0)
+    plain = build_mixer("trellis", 16, 2)
+    skipping = build_mixer("trellis", 16, 2, skip=0.5)
+    skipping.load_state_dict(plain.state_dict(), strict=False)
     x = torch.randn(1, 5, 16)
-    k = v = torch.randn(1, 5, 2, 8)
-    one, other = exact._steps(x, k, v)[0], stale._steps(x, k, v)[0]
-    assert torch.allclose(one / 8, other)
+    v = plain.project(x, plain.init_state(1))[0].v
+    y, _ = trellis_memory(*plain.project(x, plain.init_state(1))[0], **plain.choices)
+    expected = plain.project_out(x, y + 0.5 * v, v)
+    assert relative_rms(skipping(x)[0], expected) < 1e-5
+    assert relative_rms(skipping(x)[0], plain(x)[0]) > 0.01
+
+
+def test_tied_queries_start_equal_to_keys_and_are_their_own():
+    mixer = build_mixer("trellis", 16, 2, tie_queries=True, conv_bias=True)
+    q, k = mixer.project(torch.randn(1, 9, 16), mixer.init_state(1))[0][:2]
+    assert torch.equal(q, k)
+    assert mixer.q_proj.weight is not mixer.k_proj.weight
+    free = build_mixer("trellis", 16, 2)
+    q, k = free.project(torch.randn(1, 9, 16), free.init_state(1))[0][:2]
+    assert relative_rms(q, k) > 0.1
+
+
+def test_step_maxima_of_each_pass():
+    mixer = build_mixer("trellis", 16, 2, step_max=(2.0, 0.5))
+    keys, values = mixer.project(torch.randn(1, 9, 16), mixer.init_state(1))[0].gamma
+    assert torch.allclose(keys, 4 * values)
 
 
 def test_gates_start_in_their_ranges():
@@ -276,6 +334,11 @@ def test_a_constant_series_stays_bounded(mode):
         ({"decay_rate": (3, 1)}, "decay_rate must be a range"),
         ({"step_max": math.nan}, "step_max must be a number of at least 0; got nan"),
         ({"backend": "gpu"}, "backend must be one of"),
+        ({"step_max": (1.0, 2.0, 3.0)}, "step_max must be a number, or a pair"),
+        ({"half_life": (8, 2)}, "half_life must be a range"),
+        ({"half_life": (8, 16), "forget_gate": False}, "half_life needs forget_gate=True"),
+        ({"skip": "yes"}, "skip must be a finite number; got 'yes'"),
+        ({"stale_step": "b"}, "stale_step must be one of minibatch, position, none"),
         ({"decay_temperature": 0}, "decay_temperature must be a number above 0"),
     ],
 )

@@ -116,7 +116,10 @@ class DecayGate(nn.Module):
     """log_beta = -exp(A_log) softplus(x + dt_bias), at most 0: the gate of Mamba2.
 
     exp(A_log) starts uniform in the range `rate`, softplus(dt_bias) log-uniform in the range `step`
-    and not below `floor`. Neither parameter is subject to weight decay.
+    and not below `floor`. With `half_life` both start so that the heads halve what they hold after
+    so many tokens, spread evenly over the logarithm: (8, 2048) with three heads gives 8, 128 and
+    2048 tokens, with one head 128. Several `groups` of heads are spread alike. Neither parameter is
+    subject to weight decay.
     """
 
     no_weight_decay = ("A_log", "dt_bias")
@@ -127,19 +130,33 @@ class DecayGate(nn.Module):
         rate: tuple[float, float],
         step: tuple[float, float],
         floor: float = 0.0,
+        half_life: tuple[float, float] | None = None,
+        groups: int = 1,
     ):
         super().__init__()
         self.rate, self.step, self.floor = rate, step, floor
+        self.half_life, self.groups = half_life, groups
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.half_life is not None:
+            self._set(torch.ones_like(self.A_log), math.log(2) / self._half_lives(*self.half_life))
+            return
         low, high = self.rate
         rates = torch.empty(self.A_log.shape, device=self.A_log.device).uniform_(low, high)
         low, high = (math.log(bound) for bound in self.step)
-        steps = torch.empty_like(rates).uniform_(low, high).exp().clamp(min=self.floor)
+        self._set(rates, torch.empty_like(rates).uniform_(low, high).exp().clamp(min=self.floor))
+
+    def _half_lives(self, shortest: float, longest: float) -> Tensor:
+        heads = self.A_log.numel() // self.groups
+        place = torch.linspace(0, 1, heads) if heads > 1 else torch.tensor([0.5])
+        half_lives = shortest * (longest / shortest) ** place
+        return half_lives.repeat(self.groups).to(self.A_log)
+
+    def _set(self, rates: Tensor, steps: Tensor) -> None:
         assign_(self.A_log, rates.log())
         assign_(self.dt_bias, steps + torch.log(-torch.expm1(-steps)))  # softplus's inverse
 

@@ -2,7 +2,7 @@
 
     x -> q, k, v (short convolution and SiLU on some) -> unit length per head
       -> alpha, the code of each token; gamma, the step size; beta, the forget gate
-      -> trellis_memory -> RMSNorm per head -> * GELU(gate) -> output projection
+      -> trellis_memory (+ skip * v) -> RMSNorm per head -> * GELU(gate) -> output projection
 
 Paper: "Trellis: Learning to Compress Key-Value Memory in Attention Models". The equations of the
 memory are in ops/memory.
@@ -28,13 +28,18 @@ from .layers import (
     GatedNorm,
     RMSNorm,
     StreamConvolutions,
+    assign_,
     blank_state,
+    places,
     sequences,
     wide,
 )
 
 STEPS = ("sigmoid", "softplus", "constant")
 DECAYS = ("softplus", "sigmoid")
+STALE_STEPS = ("minibatch", "position", "none")
+#: Streams that may have a convolution.
+CONVOLVED = ("q", "k", "v", "alpha")
 #: Added to |k|^2 and |v|^2 where the normalised-LMS step divides by them.
 LMS_EPSILON = 1e-6
 
@@ -57,22 +62,33 @@ class TrellisMixerConfig:
     f: non-linearity between the passes. psi: non-linearity of the output.
     mode: "exact" takes the gradient at the memory before each token, "stale" at the memory before
         each mini-batch.
-    minibatch: tokens per mini-batch in stale mode, which also divides the step size by it.
+    minibatch: tokens per mini-batch in stale mode.
+    stale_step: the factor of the step size in stale mode: "minibatch" (1 / minibatch, so that equal
+        tokens never overshoot), "position" (1 for the first token of a mini-batch, 1/2 for the
+        second, 1/3 for the third, ...) or "none".
     value_pass: "encode" (the paper's) regresses the code from the value and reads with the
         transpose; "decode" regresses the value from the code.
     conv_width: width of the causal convolution; 0 leaves it out.
-    conv_on: the convolved streams, some of "q", "k" and "v". SiLU follows the convolution.
+    conv_on: the convolved streams, some of "q", "k", "v" and "alpha". SiLU follows the convolution.
+    conv_bias: whether the convolutions have a bias. It starts uniform like their weights, which
+        gives all keys and queries a common part: the memory starts as a running average.
+    tie_queries: q's map and convolution start equal to k's, with the same effect.
+    skip: the start of a factor D for each head with which v is added to what the memory answers,
+        y + D v, as in Mamba2; None leaves it out.
     normalize: the streams scaled to unit length per head; None means q, k and v, and with
         value_pass="decode", where v is a target, q and k.
     lms_step: divide the step size by |k|^2 in the key pass and by |v|^2 in the value pass
         (normalised LMS), instead of normalising k and v.
     step: gamma = step_max * sigmoid(.) ("sigmoid"), softplus(.) without a bound ("softplus"), or
         step_max itself ("constant").
-    step_max: upper end of gamma's range. step_bias: the bias that gamma's projection starts at.
+    step_max: upper end of gamma's range, one number or a pair for the key pass and the value pass.
+    step_bias: the bias that gamma's projection starts at.
     forget_gate: False means that the memories do not decay (beta = 1).
     decay: "softplus": log_beta = -exp(A_log) softplus(. + dt_bias), or
         "sigmoid": log_beta = logsigmoid(.) / decay_temperature.
     decay_rate, decay_step: ranges in which exp(A_log) and softplus(dt_bias) start.
+    half_life: with decay="softplus" and in place of these two ranges, the half-lives in tokens that
+        the heads start with: (8, 2048) spreads them evenly over the logarithm.
     separate_gates: one gamma and one beta for each pass, instead of one for both.
     normalize_alpha: an RMS norm, with a learnable scale, on each head's code.
     learn_initial_memory: start from learned memories instead of zeros; None means only where
@@ -89,18 +105,23 @@ class TrellisMixerConfig:
     psi: str = "identity"
     mode: str = "exact"
     minibatch: int = 16
+    stale_step: str = "minibatch"
     value_pass: str = "encode"
     conv_width: int = 4
     conv_on: tuple[str, ...] = ("q", "k")
+    conv_bias: bool = False
+    tie_queries: bool = False
+    skip: float | None = None
     normalize: tuple[str, ...] | None = None
     lms_step: bool = False
     step: str = "sigmoid"
-    step_max: float = 1.0
+    step_max: float | tuple[float, float] = 1.0
     step_bias: float = 0.0
     forget_gate: bool = True
     decay: str = "softplus"
     decay_rate: tuple[float, float] = (1.0, 16.0)
     decay_step: tuple[float, float] = (1e-3, 0.1)
+    half_life: tuple[float, float] | None = None
     decay_temperature: float = 16.0
     separate_gates: bool = False
     normalize_alpha: bool = False
@@ -115,16 +136,21 @@ class TrellisMixerConfig:
         checks.choice("psi", self.psi, PSI_NAMES)
         checks.choice("mode", self.mode, MODES)
         checks.choice("value_pass", self.value_pass, VALUE_PASSES)
+        checks.choice("stale_step", self.stale_step, STALE_STEPS)
         checks.choice("step", self.step, STEPS)
         checks.choice("decay", self.decay, DECAYS)
         checks.choice("backend", self.backend, BACKENDS)
         checks.at_least("minibatch", self.minibatch, 1)
         checks.at_least("conv_width", self.conv_width, 0)
-        checks.at_least("step_max", self.step_max, 0, whole=False)
+        self._check_step_max()
+        checks.flag("conv_bias", self.conv_bias)
+        checks.flag("tie_queries", self.tie_queries)
+        if self.skip is not None:
+            checks.number("skip", self.skip)
         checks.at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
         checks.at_least("slots", self.slots, 1, optional=True)
         checks.at_least("heads", self.heads, 1, optional=True)
-        self.conv_on = checks.streams("conv_on", self.conv_on) if self.conv_width else ()
+        self.conv_on = checks.streams("conv_on", self.conv_on, CONVOLVED) if self.conv_width else ()
         if self.normalize is None:
             encode = self.value_pass == "encode"
             self.normalize = ("q",) if self.lms_step else ("q", "k", "v") if encode else ("q", "k")
@@ -134,6 +160,30 @@ class TrellisMixerConfig:
         self.decay_rate = checks.number_range("decay_rate", self.decay_rate, 0)
         self.decay_step = checks.number_range("decay_step", self.decay_step, 0)
         checks.positive("decay_temperature", self.decay_temperature)
+        if self.half_life is not None:
+            self.half_life = checks.number_range("half_life", self.half_life, 0)
+            if self.decay != "softplus" or not self.forget_gate:
+                raise ValueError(
+                    "half_life needs forget_gate=True and decay='softplus'; got "
+                    f"forget_gate={self.forget_gate!r}, decay={self.decay!r}"
+                )
+
+    def _check_step_max(self) -> None:
+        if isinstance(self.step_max, (tuple, list)):
+            if len(self.step_max) != 2:
+                raise ValueError(
+                    "step_max must be a number, or a pair for the key pass and the value pass; "
+                    f"got {self.step_max!r}"
+                )
+            self.step_max = (self.step_max[0], self.step_max[1])
+        for step_max in self.step_maxima:
+            checks.at_least("step_max", step_max, 0, whole=False)
+
+    @property
+    def step_maxima(self) -> tuple[float, float]:
+        """step_max of the key pass and of the value pass."""
+        both = self.step_max
+        return both if isinstance(both, tuple) else (both, both)
 
 
 class MemoryInputs(NamedTuple):
@@ -165,6 +215,7 @@ class TrellisState(NamedTuple):
     q_tail: Tensor | None = None
     k_tail: Tensor | None = None
     v_tail: Tensor | None = None
+    alpha_tail: Tensor | None = None
 
 
 class TrellisMixer(Mixer):
@@ -178,7 +229,8 @@ class TrellisMixer(Mixer):
         self.head_dim = head_dim_of(dim, self.heads)
         self.slots = config.slots or self.head_dim
         self.normalized = config.normalize or ()
-        gates = self.heads * (2 if config.separate_gates else 1)
+        passes = 2 if config.separate_gates else 1
+        gates = self.heads * passes
 
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
@@ -192,10 +244,17 @@ class TrellisMixer(Mixer):
             # DecayGate has a bias of its own, dt_bias.
             self.beta_proj = nn.Linear(dim, gates, bias=config.decay == "sigmoid")
             if config.decay == "softplus":
-                self.decay = DecayGate(gates, config.decay_rate, config.decay_step)
+                self.decay = DecayGate(
+                    gates, config.decay_rate, config.decay_step,
+                    half_life=config.half_life, groups=passes,
+                )  # fmt: skip
+        widths = {"q": dim, "k": dim, "v": dim, "alpha": self.heads * self.slots}
         self.convolutions = StreamConvolutions(
-            dict.fromkeys(config.conv_on, dim), config.conv_width
+            {name: widths[name] for name in config.conv_on},
+            config.conv_width,
+            bias=config.conv_bias,
         )
+        self.skip = None if config.skip is None else nn.Parameter(torch.empty(self.heads))
         norm_alpha = config.normalize_alpha
         self.alpha_norm = RMSNorm(self.slots, config.norm_eps) if norm_alpha else None
         self.initial_keys: nn.Parameter | None = None
@@ -211,9 +270,21 @@ class TrellisMixer(Mixer):
         """Initialise this mixer's own parameters; the model initialises the linear maps."""
         if self.gamma_proj is not None:
             nn.init.constant_(self.gamma_proj.bias, self.config.step_bias)
+        if self.skip is not None and self.config.skip is not None:
+            nn.init.constant_(self.skip, self.config.skip)
+        if self.config.tie_queries:
+            self._tie_queries()
         if self.initial_keys is not None and self.initial_values is not None:
             nn.init.normal_(self.initial_keys, std=self.config.initial_memory_std)
             nn.init.normal_(self.initial_values, std=self.config.initial_memory_std)
+
+    @torch.no_grad()
+    def _tie_queries(self) -> None:
+        assign_(self.q_proj.weight, self.k_proj.weight)
+        if "q" in self.convolutions and "k" in self.convolutions:
+            keys = self.convolutions["k"].named_parameters()
+            for (_, key), query in zip(keys, self.convolutions["q"].parameters()):
+                assign_(query, key)
 
     @property
     def _key_shape(self) -> tuple[int, int, int]:
@@ -245,22 +316,33 @@ class TrellisMixer(Mixer):
             )
             assert final is not None
             memory = final
-        return self.project_out(x, y), TrellisState(memory, **tails)
+        return self.project_out(x, y, inputs.v), TrellisState(memory, **tails)
 
     def project(
         self, x: Tensor, state: TrellisState, cu_seqlens: Tensor | None = None
     ) -> tuple[MemoryInputs, dict[str, Tensor]]:
         """The memory's inputs for x [B, T, dim], and the tails of the convolutions after x."""
-        projected = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
+        projected = {
+            "q": self.q_proj(x),
+            "k": self.k_proj(x),
+            "v": self.v_proj(x),
+            "alpha": self.alpha_proj(x),
+        }
         streams, tails = self.convolutions(projected, state, cu_seqlens)
         q, k, v = (self._heads(name, streams[name]) for name in ("q", "k", "v"))
-        alpha = self._split(self.alpha_proj(x))
+        alpha = self._split(streams["alpha"])
         if self.alpha_norm is not None:
             alpha = self.alpha_norm(alpha)
-        return MemoryInputs(q, k, v, alpha, self._decays(x), self._steps(x, k, v)), tails
+        steps = self._steps(x, k, v)
+        if self.config.mode == "stale":
+            factor = self._stale_factor(state.memory, x.shape[1], cu_seqlens)
+            steps = (steps[0] * factor, steps[1] * factor)
+        return MemoryInputs(q, k, v, alpha, self._decays(x), steps), tails
 
-    def project_out(self, x: Tensor, y: Tensor) -> Tensor:
-        """The mixer's output [B, T, dim] from the memory's output y [B, T, H, head_dim]."""
+    def project_out(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """The mixer's output [B, T, dim], from y and v [B, T, H, head_dim] of the memory."""
+        if self.skip is not None:
+            y = y + wide(self.skip)[:, None] * v
         y = self.out_norm(y.to(x.dtype), self._split(self.g_proj(x)))
         return self.o_proj(y.flatten(2))
 
@@ -310,21 +392,36 @@ class TrellisMixer(Mixer):
     def _steps(self, x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """gamma of the key pass and of the value pass, [B, T, H] each."""
         config = self.config
+        largest = (1.0, 1.0) if config.step == "softplus" else config.step_maxima
         if self.gamma_proj is None:
-            gates = self.heads * (2 if config.separate_gates else 1)
-            gamma = k.new_full((*x.shape[:2], gates), config.step_max)
-        elif config.step == "sigmoid":
-            gamma = config.step_max * wide(self.gamma_proj(x)).sigmoid()
+            share = k.new_ones(*x.shape[:2], self.heads)
+            shares = (share, share)
         else:
-            gamma = F.softplus(wide(self.gamma_proj(x)))
-        if config.mode == "stale":
-            gamma = gamma / config.minibatch  # b equal tokens must not act as one step of b
-        keys, values = self._per_pass(gamma)
+            gate = wide(self.gamma_proj(x))
+            shares = self._per_pass(
+                F.softplus(gate) if config.step == "softplus" else gate.sigmoid()
+            )
+        keys = shares[0] * largest[0]
+        # One tensor for both passes where they share it: the memory then reads it once.
+        same = shares[0] is shares[1] and largest[0] == largest[1]
+        values = keys if same else shares[1] * largest[1]
         if config.lms_step:
             keys = keys / (k.square().sum(-1) + LMS_EPSILON)
             if config.value_pass == "encode":  # decoding writes codes of unit length
                 values = values / (v.square().sum(-1) + LMS_EPSILON)
         return keys, values
+
+    def _stale_factor(
+        self, memory: MemoryState, tokens: int, cu_seqlens: Tensor | None
+    ) -> Tensor | float:
+        """The factor of the step sizes of `tokens` tokens in stale mode."""
+        size = self.config.minibatch
+        if self.config.stale_step == "minibatch":
+            return 1 / size
+        if self.config.stale_step == "none" or memory.offset is None:
+            return 1.0
+        place = places(memory.offset, tokens, cu_seqlens).remainder(size)
+        return 1 / (place[..., None] + 1)
 
     def _decays(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log_beta of the key pass and of the value pass, [B, T, H] each."""
