@@ -130,7 +130,7 @@ def needles(
 
     None of its keys and values is ever asked for in the test.
     """
-    from ..data.needle_text import write_needles
+    from ..data.needles import write_needles
     from .options import names, numbers
 
     with _bar("{task.completed:,} documents", bytes_known=True) as (bar, task):

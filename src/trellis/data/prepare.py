@@ -28,6 +28,7 @@ import trellis
 from ..files import lock, sync
 from .documents import Event, Piece, Skip
 from .prefetch import Prefetched
+from .shard_writer import AppendedFile, SplitWriter, write_json
 from .shards import (
     FORMAT,
     FORMAT_VERSION,
@@ -43,7 +44,6 @@ from .shards import (
 from .shuffle import mix
 from .sources import Listing, Meter, list_sources, no_documents, read_unit
 from .tokenizer import TextTokenizer, canonical, load_tokenizer
-from .writing import AppendedFile, SplitWriter, write_json
 
 SKIPPED_FILE = "skipped.jsonl"
 #: Text that is read, tokenized and written together.
