@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from corpora import write_folder
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import write_folder
 
 from trellis.data import open_corpus, prepare_corpus
 

@@ -8,14 +8,17 @@ import lzma
 import os
 import shutil
 import sys
+import sysconfig
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from corpora import TEXTS, documents, skips, texts_of, write_folder, write_jsonl, write_tar
+from tests.support import TEXTS, documents, skips, texts_of, write_folder, write_jsonl, write_tar
 
 from trellis.data import documents as reading
-from trellis.data import prepare_corpus, stdlib
-from trellis.data.sources import kinds, list_sources, parse_hub
+from trellis.data import prepare_corpus
+from trellis.data import sources as listing
+from trellis.data.sources import kinds, list_sources, parse_hub, whole_texts
 
 ALL = list(TEXTS.values())
 
@@ -90,7 +93,7 @@ def test_a_folder_leaves_out_what_is_hidden_or_no_text(folder, tmp_path):
     assert corpus.manifest["ignored"] == {"(hidden)": 3, ".png": 2}
 
 
-def test_links_to_folders_and_links_of_archives_are_counted(folder, tmp_path):
+def test_links_to_folders_are_counted_and_links_of_archives_are_named(folder, tmp_path):
     write_folder(tmp_path / "other")
     os.symlink(tmp_path / "other", folder / "linked")
     os.symlink(folder, folder / "loop")
@@ -102,7 +105,15 @@ def test_links_to_folders_and_links_of_archives_are_counted(folder, tmp_path):
     tar = write_tar(tmp_path / "t.tar", folder)
     corpus = prepare_corpus([tar], tmp_path / "two", validation=0)
     assert sorted(documents(corpus)) == sorted(ALL)
-    assert corpus.manifest["ignored"] == {"(device or pipe)": 1, "(link)": 3}
+    assert corpus.manifest["ignored"] == {}
+    assert corpus.manifest["skipped"]["reasons"] == {"not a regular file": 4}
+    assert skips(corpus) == {
+        f"{tar}:linked": f"not a regular file: symbolic link to {tmp_path / 'other'}",
+        f"{tar}:loop": f"not a regular file: symbolic link to {folder}",
+        f"{tar}:pipe.txt": "not a regular file: FIFO",
+        f"{tar}:z.txt": "not a regular file: hard link to a.txt",
+    }
+    assert sorted(whole_texts([tar])) == sorted(ALL)  # what reads whole texts leaves them out
 
 
 def test_a_corpus_in_a_folder_is_no_text(folder, tmp_path):
@@ -254,20 +265,15 @@ def test_a_long_text_that_breaks_at_once_is_skipped(tmp_path, monkeypatch):
 
 
 def test_the_standard_library_is_the_same_every_time(tmp_path, monkeypatch):
-    files = stdlib.source_files()
+    files = listing.stdlib_files(Path(sysconfig.get_path("stdlib")))
     assert "argparse.py" in files
     assert "json/decoder.py" in files
     assert not [f for f in files if "/test/" in f or "site-packages" in f or "cp1252" in f]
-    first = list(stdlib.documentation())
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as some packages do
-    assert list(stdlib.documentation()) == first
-    assert stdlib.source_files() == files
+    first = list(listing.stdlib_documentation())
+    assert list(listing.stdlib_documentation()) == first
     texts = {e.name: e.text for e in first if isinstance(e, reading.Piece)}
-    assert "sys.excepthook" in texts["stdlib:module/sys"]
-    assert not [
-        name for name, text in texts.items() if " object at 0x7" in text and "module/" in name
-    ]
-    monkeypatch.setattr(stdlib, "source_files", lambda: files[:3])
+    assert "Boolean operations" in texts["stdlib:topic/booleans"]
+    monkeypatch.setattr(listing, "stdlib_files", lambda _: files[:3])
     corpus = prepare_corpus(["stdlib"], tmp_path / "out")
     assert corpus.manifest["sources"][0]["python"] == sys.version.split()[0]
 

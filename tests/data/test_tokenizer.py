@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 import tokenizers
-from corpora import TEXTS, write_folder, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import TEXTS, write_folder, write_tar
 from tokenizers import decoders, models, pre_tokenizers
 
 from trellis.data import load_tokenizer, train_tokenizer

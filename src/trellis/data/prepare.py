@@ -11,11 +11,11 @@ import errno
 import json
 import math
 import os
-import queue
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,7 +212,7 @@ class _Run:
         self.state.complete = True
         self._checkpoint()
 
-    def _batches(self) -> Iterator[_Batch]:
+    def _batches(self) -> Generator[_Batch, None, None]:
         """The events that are not written yet, in batches."""
         meter = Meter()
         units = self.listing.units
@@ -375,7 +375,7 @@ def range_to_hold_out(
     }
 
 
-def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Iterator[_Batch]:
+def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Generator[_Batch, None, None]:
     for batch in batches:
         texts = [event.text for event in batch.events if isinstance(event, Piece)]
         batch.ids = tokenizer.encode_batch(texts)
@@ -388,42 +388,21 @@ def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Iterator[_B
 
 
 class Prefetched(Generic[T]):
-    """Runs a generator in a thread, at most `depth` items ahead of the reader.
+    """Runs a generator in a thread, `depth` items ahead of the reader, who gets its exceptions.
 
-    Exceptions of the generator are raised in the reader. `close` closes the generator and ends the
-    thread.
+    `close` ends the thread and closes the generator.
     """
 
-    def __init__(self, items: Iterator[T], depth: int) -> None:
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
-        self._thread.start()
+    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
+        self._items = items
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._ahead = deque(self._thread.submit(next, items, None) for _ in range(depth))
 
     def __iter__(self) -> Iterator[T]:
-        while True:
-            kind, value = self._queue.get()
-            if kind == "item":
-                yield value
-            elif kind == "error":
-                raise value
-            else:
-                return
+        while (item := self._ahead.popleft().result()) is not None:
+            self._ahead.append(self._thread.submit(next, self._items, None))
+            yield item
 
     def close(self) -> None:
-        self._stop.set()
-        while self._thread.is_alive():
-            with suppress(queue.Empty):  # the thread may be waiting for room in the queue
-                self._queue.get(timeout=0.05)
-        self._thread.join()
-
-    def _run(self, items: Any) -> None:
-        try:
-            with closing(items):
-                for item in items:
-                    self._queue.put(("item", item))
-                    if self._stop.is_set():
-                        return
-            self._queue.put(("end", None))
-        except BaseException as error:  # the reader raises it
-            self._queue.put(("error", error))
+        self._thread.shutdown(cancel_futures=True)
+        self._items.close()

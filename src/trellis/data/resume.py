@@ -7,7 +7,6 @@ written after that is cut off and written again.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -25,18 +24,6 @@ from .shard_writer import write_json
 from .shards import FORMAT, PROGRESS_FILE, RANGE_HELD_OUT, SPLIT_LAYOUT, check_layout
 from .sources import Listing
 from .tokenizer import TextTokenizer, canonical
-
-_LAYOUT = {
-    "arguments": {},
-    "unit": int,
-    "events_in_unit": int,
-    "source_bytes": int,
-    "complete": bool,
-    "splits": {},
-    "skipped_size": int,
-    "skipped": {},
-    "ignored": {},
-}
 
 
 @dataclass
@@ -86,9 +73,16 @@ class ResumeState:
                 f"{folder} is an unfinished run with other arguments or sources:\n{lines}\n"
                 f"finish that run with its own arguments, or remove {folder} to start anew"
             )
-        state = cls(**{f.name: found[f.name] for f in dataclasses.fields(cls)})
+        state = cls(**{name: found[name] for name in vars(cls())})
         state.skipped, state.ignored = Counter(state.skipped), Counter(state.ignored)
         return state
+
+
+#: The layout of progress.json: the arguments, and the fields of ResumeState with their types.
+_LAYOUT: dict[str, Any] = {"arguments": {}} | {
+    name: {} if isinstance(value, dict) else type(value)
+    for name, value in vars(ResumeState()).items()
+}
 
 
 def run_arguments(

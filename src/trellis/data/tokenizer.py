@@ -125,7 +125,7 @@ class TextTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes of each id, none for special tokens; None if the tokenizer is not byte-level."""
+        """The bytes of each id (special tokens have none); None if it is not a byte-level BPE."""
         if (self.json.get("decoder") or {}).get("type") != "ByteLevel":
             return None
         value = {character: byte for byte, character in enumerate(_byte_alphabet())}
