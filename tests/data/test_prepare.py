@@ -379,6 +379,33 @@ def test_a_failure_at_the_very_beginning_leaves_nothing(
     prepare_corpus(sources, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "left"), [("train-00000.bin", 1), ("skipped.jsonl", 3), ("progress.json", 3)]
+)
+def test_a_full_disk_is_named_with_its_file_and_the_run_goes_on(
+    sources, tmp_path, small_batches, monkeypatch, name, left
+):
+    prepare_corpus(sources, tmp_path / "one", **OPTIONS)
+    real = os.fsync
+
+    def full(handle):
+        nonlocal left
+        paths = (tmp_path / "two.partial").glob(f"*{name}*")
+        left -= any(os.path.samestat(os.fstat(handle), path.stat()) for path in paths)
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        message = rf"No space left on device to write .*/two\.partial/{name}: make room, then run"
+        with pytest.raises(OSError, match=message) as error:
+            prepare_corpus(sources, tmp_path / "two", **OPTIONS)
+    assert error.value.errno == 28
+    prepare_corpus(sources, tmp_path / "two", **OPTIONS)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
 def test_a_run_killed_before_its_first_record_is_begun_again(sources, tmp_path):
     write_folder(tmp_path / "out.partial", {".progress.json.x1": "{"})
     prepare_corpus(sources, tmp_path / "out")

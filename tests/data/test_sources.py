@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -103,14 +104,19 @@ def test_links_to_folders_are_counted_and_links_of_archives_are_named(folder, tm
     os.link(folder / "a.txt", folder / "z.txt")
     os.mkfifo(folder / "pipe.txt")
     tar = write_tar(tmp_path / "t.tar", folder)
+    device = tarfile.TarInfo("tty.txt")
+    device.type = tarfile.CHRTYPE
+    with tarfile.open(tar, "a") as archive:
+        archive.addfile(device)
     corpus = prepare_corpus([tar], tmp_path / "two", validation=0)
     assert sorted(documents(corpus)) == sorted(ALL)
     assert corpus.manifest["ignored"] == {}
-    assert corpus.manifest["skipped"]["reasons"] == {"not a regular file": 4}
+    assert corpus.manifest["skipped"]["reasons"] == {"not a regular file": 5}
     assert skips(corpus) == {
         f"{tar}:linked": f"not a regular file: symbolic link to {tmp_path / 'other'}",
         f"{tar}:loop": f"not a regular file: symbolic link to {folder}",
         f"{tar}:pipe.txt": "not a regular file: FIFO",
+        f"{tar}:tty.txt": "not a regular file: device",
         f"{tar}:z.txt": "not a regular file: hard link to a.txt",
     }
     assert sorted(whole_texts([tar])) == sorted(ALL)  # what reads whole texts leaves them out
@@ -291,6 +297,34 @@ def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"source 'hub:.*' failed after row 0"):
         prepare_corpus([f"hub:{folder}@nothing"], tmp_path / "three")
     assert not list(tmp_path.glob("three*"))
+
+
+@pytest.mark.parametrize("place", ["absolute", "above", "link", "file"])
+def test_a_dataset_reads_no_local_file_outside_its_folder(tmp_path, monkeypatch, place):
+    """A dataset's card may name any file."""
+    pytest.importorskip("datasets", reason="the data extra is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    secret = write_jsonl(tmp_path / "secret.jsonl", [{"text": "secret"}])
+    folder = write_folder(tmp_path / "rows", {})
+    named = {"absolute": str(secret), "above": "../secret.jsonl", "file": f"file://{secret}"}
+    os.symlink(secret, folder / "link.jsonl")
+    files = named.get(place, "link.jsonl")
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n"
+    (folder / "README.md").write_text(card)
+    with pytest.raises(ValueError, match=rf"would read {secret}, a file .* not in the folder"):
+        prepare_corpus([f"hub:{folder}"], tmp_path / "out")
+
+
+def test_names_of_the_hub_never_stand_for_the_current_folder(tmp_path, monkeypatch):
+    """The library takes `json` for all JSON files of the current folder."""
+    pytest.importorskip("datasets", reason="the data extra is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "mine"}])
+    with pytest.raises(
+        ValueError, match=r"would read .*, a file of this machine that is not on the hub"
+    ):
+        prepare_corpus(["hub:json"], tmp_path / "out")
 
 
 def test_names_of_datasets():
