@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +23,11 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes a file beside the target, then renames it: the target is never half written."""
     with whole_file(path) as file:
         file.write(data)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON in ASCII, since names of files that are not UTF-8 cannot be encoded."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode("ascii"))
 
 
 @contextlib.contextmanager
@@ -94,24 +99,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def hash_file(
-    path: Path, length: int | None = None, advance: Callable[[int], None] | None = None
-) -> Any:
-    """The hashlib sha256 object of a file's first `length` bytes, or of all of them.
+def sha256_of(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    """The sha256 of a file's content.
 
     advance: called with the number of bytes in each block that was read.
     """
     digest = hashlib.sha256()
-    left = math.inf if length is None else length
     with path.open("rb") as file:
-        while left > 0 and (block := file.read(int(min(BLOCK, left)))):
+        while block := file.read(BLOCK):
             digest.update(block)
-            left -= len(block)
-            if advance is not None:
-                advance(len(block))
-    return digest
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file's content, which is read in blocks."""
-    return hash_file(path).hexdigest()
+            advance(len(block))
+    return digest.hexdigest()

@@ -153,7 +153,7 @@ def test_finished_units_are_not_opened_again(sources, tmp_path, small_batches, m
 @pytest.mark.parametrize(
     ("owner", "method", "due"),
     [
-        (prepare._Run, "_manifest", 1),
+        (prepare, "write_manifest", 1),
         (prepare, "range_to_hold_out", 1),
         (ResumeState, "save", 3),  # the record after the last document
         (SplitWriter, "finish", 2),  # that of the validation split

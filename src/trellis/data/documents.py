@@ -61,21 +61,14 @@ class Skip:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A file that is not read because of its suffix, or because it is hidden; only counted."""
+    """A file that is not read because of its kind: its suffix, or one of the kinds below."""
 
-    suffix: str
-
-
-HIDDEN = Ignored("(hidden)")
-LINK = Ignored("(link)")
-CORPUS = Ignored("(corpus)")
-
-
-def ignored_by(form: Form) -> Ignored:
-    return Ignored(form.suffix or "(no suffix)")
+    kind: str
 
 
 Event = Piece | Skip | Ignored
+
+HIDDEN, LINK, CORPUS, NO_SUFFIX = "(hidden)", "(link)", "(corpus)", "(no suffix)"
 
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
@@ -104,10 +97,10 @@ def form_of(name: str) -> Form:
             return Form("tar", short[2:], short)
     stem, last = os.path.splitext(base)
     compression = SUFFIXES.get(last)
-    if compression is not None:
-        base = stem
-    suffix = os.path.splitext(base)[1]
-    return Form(_KINDS.get(suffix), compression, suffix + last if compression else suffix)
+    if compression is None:
+        stem, last = base, ""
+    suffix = os.path.splitext(stem)[1]
+    return Form(_KINDS.get(suffix), compression, suffix + last or NO_SUFFIX)
 
 
 def hidden(path: str) -> bool:
@@ -270,14 +263,14 @@ def _read_member(
 ) -> Iterator[Event]:
     form, name = form_of(member.name), f"{name}:{member.name}"
     if hidden(member.name):
-        yield HIDDEN
+        yield Ignored(HIDDEN)
     elif member.issym() or member.islnk():
         kind = "symbolic" if member.issym() else "hard"
         yield Skip(name, NOT_REGULAR, f"{kind} link to {member.linkname}")
     elif not member.isfile():
         yield Skip(name, NOT_REGULAR, "FIFO" if member.isfifo() else "device")
     elif form.kind is None or form.kind == "tar":
-        yield ignored_by(form)
+        yield Ignored(form.suffix)
     else:
         file = archive.extractfile(member)
         assert file is not None  # it is a regular file

@@ -25,21 +25,11 @@ import numpy as np
 
 import trellis
 
-from ..files import sync
+from ..files import sha256_of, sync
 from .documents import Event, Piece, Skip
 from .resume import ResumeState, run_arguments, unfinished_folder
-from .shard_writer import AppendedFile, SplitWriter, write_json
-from .shards import (
-    DOCUMENTS_HELD_OUT,
-    FORMAT,
-    MANIFEST_FILE,
-    PROGRESS_FILE,
-    RANGE_HELD_OUT,
-    SPLITS,
-    Corpus,
-    TokenStream,
-    open_corpus,
-)
+from .shard_writer import AppendedFile, SplitWriter
+from .shards import PROGRESS_FILE, SPLITS, Corpus, TokenStream, open_corpus, write_manifest
 from .shuffle import mix
 from .sources import LeftOut, Listing, Meter, list_sources, read_unit
 from .tokenizer import TextTokenizer, load_tokenizer
@@ -128,7 +118,7 @@ def prepare_corpus(
                 raise OSError(
                     error.errno,
                     f"{error.strerror} to write {error.filename or partial}: make room, then run "
-                    "the same command again to go on",
+                    "the same command again",
                 ) from error
             raise
         os.rename(partial, out)
@@ -142,10 +132,10 @@ def prepare_corpus(
 class _Batch:
     """Events in order, and the place in the sources where they end."""
 
+    events: list[Event]
     unit: int  # index of the unit that the next event belongs to
     events_in_unit: int  # how many events of that unit come before it
-    source_bytes: int
-    events: list[Event] = field(default_factory=list)
+    source_bytes: int  # how much of the sources was read
     ids: list[np.ndarray] = field(default_factory=list)  # of each Piece among the events
 
 
@@ -214,30 +204,23 @@ class _Run:
 
     def _batches(self) -> Generator[_Batch, None, None]:
         """The events that are not written yet, in batches."""
-        meter = Meter()
-        units = self.listing.units
+        units, meter = self.listing.units, Meter()
         first, done = self.state.unit, self.state.events_in_unit
         before = sum(unit.size for unit in units[:first])
-        batch = _Batch(first, done, before)
+        events: list[Event] = []
         size = 0
-        for index in range(first, len(units)):
-            events = read_unit(units[index], self.options["text_field"], meter)
-            for number, event in enumerate(events, start=1):
+        for index, unit in enumerate(units[first:], start=first):
+            for number, event in enumerate(read_unit(unit, self.options["text_field"], meter), 1):
                 if number <= done:
                     continue
-                batch.events.append(event)
-                if isinstance(event, Piece):
-                    size += event.size
-                if size >= BATCH_BYTES or len(batch.events) >= BATCH_EVENTS:
-                    batch.unit, batch.events_in_unit = index, number
-                    batch.source_bytes = before + meter.position()
-                    yield batch
-                    batch = _Batch(index, number, before)
-                    size = 0
+                events.append(event)
+                size += event.size if isinstance(event, Piece) else 0
+                if size >= BATCH_BYTES or len(events) >= BATCH_EVENTS:
+                    yield _Batch(events, index, number, before + meter.position())
+                    events, size = [], 0
             done = 0
-            before += units[index].size
-            batch.unit, batch.events_in_unit, batch.source_bytes = index + 1, 0, before
-        yield batch
+            before += unit.size
+        yield _Batch(events, len(units), 0, before)
 
     def _write(self, batch: _Batch) -> None:
         """Appends a batch. The run is complete if it has `max_documents` then."""
@@ -292,18 +275,12 @@ class _Run:
         """Closes all files and writes the manifest."""
         splits = {split: writer.finish() for split, writer in self.splits.items()}
         self.skip_file.close()
+        tokenizer, share = self.tokenizer, self.options["validation"]
         held_out = None
-        if self.options["validation"] > 0 and splits["validation"]["documents"] == 0:
-            train = TokenStream(self.folder, "train", splits["train"], self.tokenizer.dtype)
-            held_out = range_to_hold_out(train, self.options["validation"], self.tokenizer)
-        write_json(self.folder / MANIFEST_FILE, self._manifest(splits, held_out))
-        sync(self.folder)
-
-    def _manifest(self, splits: dict[str, Any], held_out: dict[str, Any] | None) -> dict[str, Any]:
-        tokenizer = self.tokenizer
-        return {
-            "format": FORMAT,
-            "format_version": RANGE_HELD_OUT if held_out else DOCUMENTS_HELD_OUT,
+        if share > 0 and splits["validation"]["documents"] == 0:
+            train = TokenStream(self.folder, "train", splits["train"], tokenizer.dtype)
+            held_out = range_to_hold_out(train, share, tokenizer)
+        content = {
             "library_version": trellis.__version__,
             "tokenizer": {
                 "name": tokenizer.name,
@@ -321,15 +298,16 @@ class _Run:
                 "reasons": dict(sorted(self.state.skipped.items())),
                 "file": SKIPPED_FILE,
                 "size": self.skip_file.size,
-                "sha256": self.skip_file.sha256,
+                "sha256": sha256_of(self.skip_file.path),
             },
             "ignored": dict(sorted(self.left_out.all_ignored().items())),
         }
+        write_manifest(self.folder, content)
+        sync(self.folder)
 
     def _open_files(self) -> list[AppendedFile]:
-        return [f for writer in self.splits.values() for f in writer.open_files()] + [
-            self.skip_file
-        ]
+        writers = self.splits.values()
+        return [self.skip_file, *(file for writer in writers for file in writer.open_files())]
 
     def close(self) -> None:
         """Closes all files after an error, even if some of them cannot be written any more."""

@@ -19,8 +19,7 @@ from typing import Any
 
 import trellis
 
-from ..files import lock
-from .shard_writer import write_json
+from ..files import lock, write_json
 from .shards import FORMAT, PROGRESS_FILE, RANGE_HELD_OUT, SPLIT_LAYOUT, check_layout
 from .sources import Listing
 from .tokenizer import TextTokenizer, canonical

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..files import hash_file, naming, write_whole
+from ..files import naming, sha256_of
 from .shards import END_DTYPE, ends_name, shard_name
 
 
 class AppendedFile:
-    """A file that is only appended to, with its hash. It can go on from a recorded size."""
+    """A file that is only appended to, and can go on from a recorded size."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
         """Opens the file and cuts it to `size` bytes.
@@ -30,14 +28,12 @@ class AppendedFile:
                 f"remove {path.parent} and start again"
             )
         self.size = size
-        self._hash: Any = hash_file(path, size) if size else hashlib.sha256()
         self._file: BinaryIO = path.open("ab")
         self._file.truncate(size)
 
     def write(self, data: bytes | memoryview) -> None:
         with naming(self.path):
             self._file.write(data)
-        self._hash.update(data)
         self.size += memoryview(data).nbytes
 
     def sync(self) -> None:
@@ -54,10 +50,6 @@ class AppendedFile:
         finally:  # otherwise data that found no room would be written when this is collected
             with naming(self.path):
                 self._file.close()
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
 
 
 class SplitWriter:
@@ -137,7 +129,7 @@ class SplitWriter:
         if self._shard is not None:
             self._close_shard()
         self._ends.close()
-        return {**self.state(), "documents_sha256": self._ends.sha256}
+        return {**self.state(), "documents_sha256": sha256_of(self._ends.path)}
 
     def _open_shard(self, size: int) -> AppendedFile:
         return AppendedFile(self.folder / shard_name(self.split, len(self._full)), size)
@@ -146,8 +138,8 @@ class SplitWriter:
         shard = self._shard
         assert shard is not None
         shard.close()
-        tokens = shard.size // self.dtype.itemsize
-        self._full.append({"file": shard.path.name, "tokens": tokens, "sha256": shard.sha256})
+        tokens, sha256 = shard.size // self.dtype.itemsize, sha256_of(shard.path)
+        self._full.append({"file": shard.path.name, "tokens": tokens, "sha256": sha256})
         self._shard = None
 
     def _remove_later_shards(self) -> None:
@@ -158,8 +150,3 @@ class SplitWriter:
             number = int(path.stem.rpartition("-")[2])
             if number > index or (number == index and not open_shard):
                 path.unlink()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON in ASCII, since names of files that are not UTF-8 cannot be encoded."""
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode("ascii"))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import hash_file
+from ..files import sha256_of, write_json
 
 if TYPE_CHECKING:
     from .tokenizer import TextTokenizer
@@ -321,8 +321,7 @@ class Corpus:
                 if progress is not None:
                     progress(name, done, total)
 
-            found = hash_file(path, advance=advance).hexdigest()
-            if found != expected:
+            if (found := sha256_of(path, advance)) != expected:
                 wrong.append(f"{path}: sha256 {found}, expected {expected}")
         if wrong:
             raise ValueError("\n".join([*wrong, f"the content was changed: {_AGAIN}"]))
@@ -362,6 +361,12 @@ def open_corpus(path: str | Path) -> Corpus:
         raise ValueError(f"{file} is damaged: {error}; {_AGAIN}") from error
     corpus.check()
     return corpus
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest of a corpus. `content` has everything but the format."""
+    version = RANGE_HELD_OUT if content["held_out"] else DOCUMENTS_HELD_OUT
+    write_json(folder / MANIFEST_FILE, {"format": FORMAT, "format_version": version, **content})
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

@@ -33,7 +33,6 @@ from .documents import (
     Skip,
     form_of,
     hidden,
-    ignored_by,
     read_form,
     row_event,
     whole_text,
@@ -109,7 +108,7 @@ class LeftOut:
 
     def add(self, event: Skip | Ignored) -> None:
         if isinstance(event, Ignored):
-            self.ignored[event.suffix] += 1
+            self.ignored[event.kind] += 1
             return
         self.skipped[event.category] += 1
         if len(self.first) < _NAMED:
@@ -133,16 +132,12 @@ class LeftOut:
 
 
 class Meter:
-    """How far the file that is being read has been read."""
+    """Tells how far the file that is being read has been read."""
 
-    def __init__(self) -> None:
-        self.file: IO[bytes] | None = None
+    file: IO[bytes] | None = None
 
     def position(self) -> int:
-        try:
-            return 0 if self.file is None else self.file.tell()
-        except (ValueError, OSError):  # closed, or not seekable
-            return 0
+        return 0 if self.file is None or self.file.closed else self.file.tell()
 
 
 def list_sources(sources: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Listing:
@@ -212,26 +207,23 @@ def _list_folder(source: str, listing: Listing, outputs: set[str]) -> None:
 
     for where, folders, files in os.walk(source, onerror=failed):
         if is_corpus(where):
-            listing.ignored[CORPUS.suffix] += 1
+            listing.ignored[CORPUS] += 1
             folders[:] = []
             continue
         entered = []
         for folder in sorted(folders):
             path = os.path.join(where, folder)
             if hidden(folder):
-                listing.ignored[HIDDEN.suffix] += 1
+                listing.ignored[HIDDEN] += 1
             elif os.path.islink(path):
-                listing.ignored[LINK.suffix] += 1
+                listing.ignored[LINK] += 1
             elif os.path.realpath(path) not in outputs:
                 entered.append(folder)
         folders[:] = entered
         for file in sorted(files):
-            path = os.path.join(where, file)
-            form = form_of(file)
-            if hidden(file):
-                listing.ignored[HIDDEN.suffix] += 1
-            elif form.kind is None:
-                listing.ignored[ignored_by(form).suffix] += 1
+            path, form = os.path.join(where, file), form_of(file)
+            if hidden(file) or form.kind is None:
+                listing.ignored[HIDDEN if hidden(file) else form.suffix] += 1
             else:
                 listing.units.append(_file_unit(path, path, form))
 
