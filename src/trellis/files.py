@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,14 +99,10 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def sha256_of(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """The sha256 of a file's content.
-
-    advance: called with the number of bytes in each block that was read.
-    """
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
-            advance(len(block))
     return digest.hexdigest()

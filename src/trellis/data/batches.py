@@ -56,11 +56,8 @@ class Batch:
     predicted: int
 
     def to(self, device: torch.device) -> Batch:
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: Any = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
     def model_inputs(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ else:
     READ_ERRORS = (*READ_ERRORS, LZMAError)
 
 
-def optional(module: str, purpose: str) -> Any:
-    """Imports a module of the `data` extra.
+def optional(module: str, purpose: str, extra: str = "data") -> Any:
+    """Imports a module that an extra of this package installs.
 
     Raises ModuleNotFoundError that names the purpose and what to install.
     """
@@ -30,7 +30,7 @@ def optional(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{purpose} needs {module}: pip install 'trellis-memory[data]'", name=module
+            f"{purpose} needs {module}: pip install 'trellis-memory[{extra}]'", name=module
         ) from error
 
 

@@ -208,27 +208,16 @@ def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True)
             line = line.removeprefix(codecs.BOM_UTF8)
         if line.isspace():
             continue
-        if not (sure := sure or _is_object(line)):
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            row = Skip(here, NOT_UTF8, f"{error.reason} at byte {error.start}")
+        except (ValueError, RecursionError) as error:
+            row = Skip(here, BAD_JSON, str(error))
+        if not (sure := sure or isinstance(row, dict)):
             yield Skip(name, NOT_JSONL, "the first line is not an object by itself")
             return
-        yield _json_line(line, here, text_field)
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _json_line(line: bytes, name: str, text_field: str) -> Event:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Skip(name, NOT_UTF8, f"{error.reason} at byte {error.start}")
-    except (ValueError, RecursionError) as error:
-        return Skip(name, BAD_JSON, str(error))
-    return row_event(row, name, text_field)
+        yield row if isinstance(row, Skip) else row_event(row, here, text_field)
 
 
 def row_event(row: object, name: str, text_field: str) -> Event:

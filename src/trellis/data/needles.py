@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..files import whole_file
+from .compression import optional
 from .sources import whole_texts
 from .tokenizer import TextTokenizer, load_tokenizer
 
@@ -201,14 +202,9 @@ def word_lists() -> tuple[list[str], list[str]]:
 
     Raises ModuleNotFoundError if that package is not installed.
     """
-    try:
-        from wonderwords import Defaults, RandomWord
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "needles take their words from wonderwords: pip install 'trellis-memory[eval]'",
-            name=error.name,
-        ) from error
-    lists = RandomWord(adjective=Defaults.ADJECTIVES, noun=Defaults.NOUNS)
+    package = optional("wonderwords", "drawing the words of needles", extra="eval")
+    words = package.Defaults
+    lists = package.RandomWord(adjective=words.ADJECTIVES, noun=words.NOUNS)
     both = (lists.filter(include_categories=[name]) for name in ("adjective", "noun"))
     adjectives, nouns = (sorted(set(words)) for words in both)
     return adjectives, nouns

@@ -1,8 +1,8 @@
 """Text to a corpus on disk: `prepare_corpus` reads, tokenizes and writes in one bounded stream.
 
-One thread reads and decompresses, a second one tokenizes (with all cores), and the caller's thread
-writes. The output grows in `DIR.partial` and becomes `DIR` in one step at the end. After an
-interruption the same call goes on (`resume.py`) and ends with the bytes of a run without one.
+A thread reads and decompresses; the caller's thread tokenizes (with all cores) and writes. The
+output grows in `DIR.partial` and becomes `DIR` in one step at the end. After an interruption the
+same call goes on (`resume.py`) and ends with the bytes of a run without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -136,7 +136,6 @@ class _Batch:
     unit: int  # index of the unit that the next event belongs to
     events_in_unit: int  # how many events of that unit come before it
     source_bytes: int  # how much of the sources was read
-    ids: list[np.ndarray] = field(default_factory=list)  # of each Piece among the events
 
 
 class _Run:
@@ -183,10 +182,7 @@ class _Run:
         if self.state.complete:
             return
         last = time.monotonic()
-        with (
-            closing(Prefetched(self._batches(), depth=2)) as read,
-            closing(Prefetched(_encoded(iter(read), self.tokenizer), depth=1)) as batches,
-        ):
+        with closing(Prefetched(self._batches(), depth=2)) as batches:
             for batch in batches:
                 self._write(batch)
                 if time.monotonic() - last >= checkpoint_seconds:
@@ -223,10 +219,11 @@ class _Run:
         yield _Batch(events, len(units), 0, before)
 
     def _write(self, batch: _Batch) -> None:
-        """Appends a batch. The run is complete if it has `max_documents` then."""
+        """Tokenizes and appends a batch. The run is complete if it has `max_documents` then."""
         limit = self.options["max_documents"]
         end = self.tokenizer.end_of_document
-        ids = iter(batch.ids)
+        texts = [event.text for event in batch.events if isinstance(event, Piece)]
+        ids = iter(self.tokenizer.encode_batch(texts))
         for event in batch.events:
             if not isinstance(event, Piece):
                 if isinstance(event, Skip):
@@ -351,18 +348,6 @@ def range_to_hold_out(
         "bytes": size,
         "why": "no document fell to validation; it is the end of the last training document",
     }
-
-
-def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Generator[_Batch, None, None]:
-    for batch in batches:
-        texts = [event.text for event in batch.events if isinstance(event, Piece)]
-        batch.ids = tokenizer.encode_batch(texts)
-        # The text is dropped: it is not needed any more, and may be larger than the tokens.
-        batch.events = [
-            Piece(event.name, "", event.size, event.last) if isinstance(event, Piece) else event
-            for event in batch.events
-        ]
-        yield batch
 
 
 class Prefetched(Generic[T]):

@@ -65,6 +65,8 @@ class SplitWriter:
     ) -> None:
         """state: what `state()` of an earlier writer returned; this one goes on from there.
 
+        Shards that were begun later are written again, since a resumed run appends the same tokens.
+
         Raises ValueError if the files of the earlier writer are missing or shorter.
         """
         state = state or {"tokens": 0, "documents": 0, "bytes": 0, "shards": []}
@@ -78,7 +80,6 @@ class SplitWriter:
         self._full: list[dict[str, Any]] = list(state["shards"])
         self._ends = AppendedFile(folder / ends_name(split), self.documents * END_DTYPE.itemsize)
         self._shard: AppendedFile | None = None
-        self._remove_later_shards()
         for shard in self._full:
             path, size = folder / shard["file"], shard["tokens"] * dtype.itemsize
             if not path.exists() or path.stat().st_size != size:
@@ -141,12 +142,3 @@ class SplitWriter:
         tokens, sha256 = shard.size // self.dtype.itemsize, sha256_of(shard.path)
         self._full.append({"file": shard.path.name, "tokens": tokens, "sha256": sha256})
         self._shard = None
-
-    def _remove_later_shards(self) -> None:
-        """Removes shards that were begun after the state was recorded."""
-        index = len(self._full)
-        open_shard = self.tokens > index * self.shard_tokens
-        for path in sorted(self.folder.glob(f"{self.split}-[0-9]*.bin")):
-            number = int(path.stem.rpartition("-")[2])
-            if number > index or (number == index and not open_shard):
-                path.unlink()

@@ -179,17 +179,14 @@ class TokenStream:
                 f"{self.split} tokens {start}:{stop} were asked for; start and stop must be in "
                 f"order and within 0:{self.tokens}"
             )
-        out = np.empty(stop - start, np.int64)
         start, stop = start + self._first, stop + self._first
-        at = start
-        index = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
-        while at < stop:
-            first = int(self._shard_starts[index])
-            end = min(stop, int(self._shard_starts[index + 1]))
-            out[at - start : end - start] = self._shard(index)[at - first : end - first]
-            at = end
-            index += 1
-        return out
+        first = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
+        after = int(np.searchsorted(self._shard_starts, stop, side="left"))
+        parts = [np.empty(0, np.int64)]
+        for index in range(first, after):
+            offset = int(self._shard_starts[index])
+            parts.append(self._shard(index)[max(start - offset, 0) : stop - offset])
+        return np.concatenate(parts)
 
     def _shard(self, index: int) -> np.ndarray:
         if index not in self._maps:
@@ -253,17 +250,14 @@ class Corpus:
     def files(self) -> list[tuple[Path, int, str]]:
         """Every data file: its path, the size in bytes that it must have, its sha256."""
         itemsize = np.dtype(self.manifest["dtype"]).itemsize
-        found = []
+        skipped = self.manifest["skipped"]
+        found = [(skipped["file"], skipped["size"], skipped["sha256"])]
         for split in SPLITS:
             entry = self.manifest["splits"][split]
-            for shard in entry["shards"]:
-                path = self.path / shard["file"]
-                found.append((path, shard["tokens"] * itemsize, shard["sha256"]))
+            found += [(s["file"], s["tokens"] * itemsize, s["sha256"]) for s in entry["shards"]]
             size = entry["documents"] * END_DTYPE.itemsize
-            found.append((self.path / ends_name(split), size, entry["documents_sha256"]))
-        skipped = self.manifest["skipped"]
-        found.append((self.path / skipped["file"], skipped["size"], skipped["sha256"]))
-        return found
+            found.append((ends_name(split), size, entry["documents_sha256"]))
+        return [(self.path / name, size, sha256) for name, size, sha256 in found]
 
     def check(self) -> None:
         """Checks files, sizes, tokenizer and counts, without reading the tokens.
@@ -288,13 +282,12 @@ class Corpus:
                     f"{path} has {path.stat().st_size:,} bytes, expected {size:,}: {_AGAIN}"
                 )
         for stream in self._stored:
-            path, count = stream._ends_file
-            last = int(_map(path, END_DTYPE, count)[-1]) if count else 0
+            last = int(stream.ends[-1]) if stream.documents else 0
             counted = int(stream._shard_starts[-1])
             if not last == stream.tokens == counted:
                 raise ValueError(
-                    f"{path} ends at token {last:,} and the shards have {counted:,}, "
-                    f"expected {stream.tokens:,}: {_AGAIN}"
+                    f"{self.path / ends_name(stream.split)} ends at token {last:,} and the shards "
+                    f"have {counted:,}, expected {stream.tokens:,}: {_AGAIN}"
                 )
         if not self.train._whole and len(self.train.ends) != self.train.documents:
             raise ValueError(
@@ -305,24 +298,19 @@ class Corpus:
     def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Reads every file again and compares its hash with the manifest's.
 
-        progress: called with the file's name, the bytes read so far and the bytes in all.
+        progress: called after each file with its name, the bytes read so far and those in all.
         Raises ValueError naming every file that differs; FileNotFoundError if one is missing.
         """
         self.check()
         files = self.files()
-        total = sum(size for _, size, _ in files)
-        done = 0
+        done, total = 0, sum(size for _, size, _ in files)
         wrong = []
-        for path, _, expected in files:
-
-            def advance(count: int, name: str = path.name) -> None:
-                nonlocal done
-                done += count
-                if progress is not None:
-                    progress(name, done, total)
-
-            if (found := sha256_of(path, advance)) != expected:
+        for path, size, expected in files:
+            if (found := sha256_of(path)) != expected:
                 wrong.append(f"{path}: sha256 {found}, expected {expected}")
+            done += size
+            if progress is not None:
+                progress(path.name, done, total)
         if wrong:
             raise ValueError("\n".join([*wrong, f"the content was changed: {_AGAIN}"]))
 

@@ -98,14 +98,9 @@ class TextTokenizer:
         place = self._place
         if place is None:
             return self._encode_whole(texts)
-        pieces: list[str] = []
-        counts = []
-        for text in texts:
-            before = len(pieces)
-            pieces.extend(cut(text, place, _PIECE_CHARACTERS))
-            counts.append(len(pieces) - before)
-        encoded = iter(self._encode_whole(pieces))
-        parts = ([next(encoded) for _ in range(count)] for count in counts)
+        pieces = [list(cut(text, place, _PIECE_CHARACTERS)) for text in texts]
+        encoded = iter(self._encode_whole([piece for some in pieces for piece in some]))
+        parts = ([next(encoded) for _ in some] for some in pieces)
         return [p[0] if len(p) == 1 else np.concatenate(p) for p in parts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -316,9 +311,7 @@ def _check_output(path: Path) -> None:
 
 def canonical(content: Any) -> bytes:
     """JSON whose bytes depend on the content alone, for hashes."""
-    return json.dumps(
-        content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode()
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 @functools.cache
@@ -331,12 +324,8 @@ def _bytes_json() -> dict[str, Any]:
 
     It is spelled out here so that its hash does not depend on the version of the library.
     """
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+             "use_regex": False}  # fmt: skip
     end = {"id": 256, "content": END_OF_DOCUMENT, "single_word": False, "lstrip": False,
            "rstrip": False, "normalized": False, "special": True}  # fmt: skip
     vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
@@ -352,8 +341,7 @@ def _bytes_json() -> dict[str, Any]:
 
 @functools.cache
 def _byte_alphabet() -> list[str]:
-    """GPT-2's character for each byte: the printable ones stand for themselves, the others are
-    taken from U+0100 on."""
+    """GPT-2's character for each byte: its own if that is printable, else one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + n) for n in range(256))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
