@@ -1,12 +1,13 @@
-"""Files that are whole or not there."""
+"""Files that are written whole or not at all, locks on folders, and hashes of files."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,25 +20,30 @@ BLOCK = 2**20
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write beside the target, then rename: what was there stays until the new file is whole."""
+    """Writes a file beside the target, then renames it: the target is never half written."""
     with whole_file(path) as file:
         file.write(data)
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON in ASCII, since names of files that are not UTF-8 cannot be encoded."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode("ascii"))
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write into that replaces the target at the end, if nothing failed."""
+    """A file to write to. At the end it replaces the target; after an error it is removed."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as for any new file; mkstemp's is for its owner alone
+        os.chmod(name, 0o666 & ~mask)  # like any new file; mkstemp lets only its owner read it
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -45,11 +51,22 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError that names no file, such as "No space left on device"."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a folder for this process alone, as long as it lives.
+    """Keeps other processes from locking a folder until the block, or this process, ends.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process has locked it.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -59,22 +76,22 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def lock(handle: int, held: str) -> None:
+def lock(handle: int, message: str) -> None:
     """Locks an open file or folder until it is closed; does nothing on Windows.
 
     Raises:
-        ValueError: another process holds it; `held` says so.
+        ValueError: another process has locked it. `message` is the text of the error.
     """
     if fcntl is None:
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(held) from error
+        raise ValueError(message) from error
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
+    """Waits until a file, or the list of files in a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -82,24 +99,10 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def hash_file(
-    path: Path, length: int | None = None, advance: Callable[[int], None] | None = None
-) -> Any:
-    """A hashlib sha256 over a file's first `length` bytes, or over all of it."""
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while length is None or length > 0:
-            block = file.read(BLOCK if length is None else min(BLOCK, length))
-            if not block:
-                break
+        while block := file.read(BLOCK):
             digest.update(block)
-            if length is not None:
-                length -= len(block)
-            if advance is not None:
-                advance(len(block))
-    return digest
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file's contents, read in blocks."""
-    return hash_file(path).hexdigest()
+    return digest.hexdigest()

@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from corpora import write_folder
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import write_folder
 
 from trellis.data import open_corpus, prepare_corpus
 
@@ -156,6 +156,14 @@ def test_the_layout_of_the_tokenizer_file_does_not_matter(folder):
         (["splits", "validation"], [], "'validation' must be an object"),
         (["skipped"], None, "'skipped' must be an object; got None"),
         (["held_out"], {}, "'held_out' has no 'why'"),
+        (["splits", "train", "shards", 0, "file"], "../a.bin", "'file' must be the name of a file"),
+        (
+            ["splits", "train", "shards", 0, "file"],
+            "/etc/hosts",
+            "without a path; got '/etc/hosts'",
+        ),
+        (["splits", "train", "shards", 0, "file"], "..", "without a path; got '..'"),
+        (["skipped", "file"], "sub/skipped.jsonl", "without a path; got 'sub/skipped.jsonl'"),
     ],
 )
 def test_damaged_manifests(folder, place, value, message):
@@ -169,6 +177,45 @@ def test_damaged_manifests(folder, place, value, message):
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         open_corpus(folder)
+    assert str(path) in str(error.value)
+
+
+def test_only_listed_shards_are_read(folder):
+    before = open_corpus(folder)
+    (folder / "train-99999.bin").write_bytes(b"\1\0" * 100)
+    corpus = open_corpus(folder)
+    corpus.verify()
+    assert corpus.train.tokens == before.train.tokens
+    assert not [path for path, _, _ in corpus.files() if "99999" in path.name]
+
+
+def test_corpora_whose_held_out_tail_has_its_own_shards_still_open(folder):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["held_out"] = {"tokens": content["splits"]["validation"]["tokens"], "why": "a tail"}
+    path.write_text(json.dumps(content))
+    assert open_corpus(folder).validation.tokens == content["held_out"]["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("start", "tokens", "message"),
+    [
+        (0, 30, "'held_out' must be a range that ends with the 30 training tokens"),
+        (20, 9, "it begins at 20 and has 9"),
+        (5, 25, "'held_out' must begin inside the last training document"),
+        (-1, 31, "'start' must be a count; got -1"),
+    ],
+)
+def test_damaged_ranges(tmp_path, start, tokens, message):
+    write_folder(tmp_path / "in", {"a.txt": "x" * 9, "b.txt": "y" * 19})
+    corpus = prepare_corpus([tmp_path / "in"], tmp_path / "out", validation=1e-9)
+    assert (corpus.train.ends.tolist(), corpus.validation.tokens) == ([10, 29], 1)
+    path = corpus.path / "manifest.json"
+    content = json.loads(path.read_text())
+    content["held_out"].update(start=start, tokens=tokens)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        open_corpus(corpus.path)
     assert str(path) in str(error.value)
 
 

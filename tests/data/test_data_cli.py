@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from corpora import write_folder, write_jsonl
+from tests.support import write_folder, write_jsonl
 
 pytest.importorskip("typer", reason="the command needs typer")
 

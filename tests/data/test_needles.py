@@ -8,9 +8,18 @@ from typer.testing import CliRunner
 from trellis.cli import app
 from trellis.data import load_tokenizer, prepare_corpus, train_tokenizer
 from trellis.data import needles as needles_module
-from trellis.data.haystack import NOISE, SENTENCE_BREAK, Haystack, read_haystack
-from trellis.data.needle_text import write_needles
-from trellis.data.needles import VARIANTS, Needles, draw, largest, part_of
+from trellis.data.needles import (
+    NOISE,
+    SENTENCE_BREAK,
+    VARIANTS,
+    Haystack,
+    Needles,
+    draw,
+    largest,
+    part_of,
+    read_haystack,
+    write_needles,
+)
 
 STORY = (
     'It was late. "Who is there?" said the fox; nobody answered. He waited (and waited). '
@@ -280,7 +289,7 @@ def test_the_command_writes_a_file(tmp_path):
 
 
 def test_a_folder_is_named_before_anything_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("trellis.data.needle_text.read_haystack", None)
+    monkeypatch.setattr("trellis.data.needles.read_haystack", None)
     command = ["data", "needles", "--out", str(tmp_path), "--force"]
     error = CliRunner().invoke(app, command).exception
     assert isinstance(error, ValueError)
@@ -289,7 +298,7 @@ def test_a_folder_is_named_before_anything_is_built(tmp_path, monkeypatch):
 
 def test_the_commands_own_lengths_fit_its_tokenizer(tmp_path, monkeypatch):
     # The standard library, which is the haystack, takes seconds to read.
-    monkeypatch.setattr("trellis.data.needle_text.read_haystack", lambda _: HAYSTACK)
+    monkeypatch.setattr("trellis.data.needles.read_haystack", lambda _: HAYSTACK)
     out = tmp_path / "needles.jsonl"
     command = ["data", "needles", "--out", str(out), "--items", "2"]
     result = CliRunner().invoke(app, command)

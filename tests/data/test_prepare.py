@@ -2,22 +2,24 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from corpora import content, documents, skips, texts_of, write_folder, write_jsonl, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import content, documents, skips, texts_of, write_folder, write_jsonl, write_tar
 
 from trellis.data import documents as reading
 from trellis.data import open_corpus, prepare, prepare_corpus, train_tokenizer
-from trellis.data.prefetch import Prefetched
-from trellis.data.prepare import in_validation
+from trellis.data.prepare import Prefetched, in_validation
+from trellis.data.resume import ResumeState
+from trellis.data.shard_writer import SplitWriter
 from trellis.data.shuffle import mix
-from trellis.data.tokenizer import load_tokenizer
+from trellis.data.tokenizer import TextTokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -148,29 +150,33 @@ def test_finished_units_are_not_opened_again(sources, tmp_path, small_batches, m
     assert str(sources[2]) in read
 
 
-@pytest.mark.parametrize("where", ["_manifest", "_record", "end_document"])
-def test_an_interruption_at_the_very_end(tmp_path, monkeypatch, where):
-    """While the tail of the only document is moved to the validation split."""
+@pytest.mark.parametrize(
+    ("owner", "method", "due"),
+    [
+        (prepare, "write_manifest", 1),
+        (prepare, "range_to_hold_out", 1),
+        (ResumeState, "save", 3),  # the record after the last document
+        (SplitWriter, "finish", 2),  # that of the validation split
+    ],
+)
+def test_an_interruption_at_the_very_end(tmp_path, monkeypatch, owner, method, due):
+    """While the end of the only document is held out for the validation split."""
     source = tmp_path / "a.txt"
     source.write_text("Only one document, é, with some words in it.\n" * 50)
     options = {"validation": 0.3, "shard_tokens": 500, "checkpoint_seconds": 0}
     prepare_corpus([source], tmp_path / "one", **options)
 
-    def fail(*_):
-        raise Stop
-
-    owner = prepare.SplitWriter if where == "end_document" else prepare._Run
-    real = getattr(owner, where)
+    real = getattr(owner, method)
     calls = 0
 
-    def sometimes(self, *rest):
+    def sometimes(*arguments):
         nonlocal calls
         calls += 1
-        # The second end of a document is that of the tail; the second record that of the cut.
-        due = {"_manifest": 1, "_record": 3, "end_document": 3}[where]
-        return fail() if calls == due else real(self, *rest)
+        if calls == due:
+            raise Stop
+        return real(*arguments)
 
-    monkeypatch.setattr(owner, where, sometimes)
+    monkeypatch.setattr(owner, method, sometimes)
     with pytest.raises(Stop):
         prepare_corpus([source], tmp_path / "two", **options)
     prepare_corpus([source], tmp_path / "two", **options)
@@ -191,6 +197,16 @@ def test_the_tail_of_a_single_document_is_held_out(tmp_path):
     assert corpus.validation.bytes == len(validation.encode())
     assert abs(corpus.validation.tokens / corpus.train.tokens - 1 / 9) < 0.01
     assert "end of the last training document" in corpus.manifest["held_out"]["why"]
+    shards = sorted(corpus.path.glob("train-0*.bin"))
+    whole = np.concatenate([np.fromfile(path, "<u2") for path in shards])
+    assert corpus.manifest["splits"]["validation"]["shards"] == []
+    start = corpus.manifest["held_out"]["start"]
+    assert np.array_equal(corpus.train.read(0, start), whole[:start])
+    assert np.array_equal(corpus.validation.read(0, corpus.validation.tokens), whole[start:])
+    assert corpus.train.ends.tolist() == [start] == [corpus.train.tokens]
+    assert corpus.validation.ends.tolist() == [len(whole) - start]
+    again = pickle.loads(pickle.dumps(corpus))
+    assert documents(again) == [train, validation]
     corpus.verify()
 
 
@@ -284,7 +300,7 @@ def test_a_damaged_unfinished_run_is_not_continued(sources, tmp_path, small_batc
 
 
 @pytest.mark.parametrize("change", [
-    {"unit": None}, {"unit": "3"}, {"arguments": 5}, {"held_out": 5}, {"skipped_size": -8},
+    {"unit": None}, {"unit": "3"}, {"arguments": 5}, {"skipped_size": -8},
     {"splits": {"train": {"tokens": 3}}}, {"splits": []}, {"skipped": 1}, {"complete": 0},
 ])  # fmt: skip
 def test_a_damaged_record(sources, tmp_path, small_batches, change):
@@ -346,17 +362,48 @@ def test_a_file_where_the_output_grows(sources, tmp_path):
     assert (tmp_path / "out.partial").read_text() == "mine"
 
 
-@pytest.mark.parametrize("method", ["save", "_load_state", "_write_progress"])
-def test_a_failure_at_the_very_beginning_leaves_nothing(sources, tmp_path, monkeypatch, method):
+@pytest.mark.parametrize(
+    ("owner", "method"), [(TextTokenizer, "save"), (ResumeState, "load"), (ResumeState, "save")]
+)
+def test_a_failure_at_the_very_beginning_leaves_nothing(
+    sources, tmp_path, monkeypatch, owner, method
+):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.TextTokenizer if method == "save" else prepare._Run, method, fail)
+        patch.setattr(owner, method, fail)
         with pytest.raises(OSError, match="No space left"):
             prepare_corpus(sources, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
     prepare_corpus(sources, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "left"), [("train-00000.bin", 1), ("skipped.jsonl", 3), ("progress.json", 3)]
+)
+def test_a_full_disk_is_named_with_its_file_and_the_run_goes_on(
+    sources, tmp_path, small_batches, monkeypatch, name, left
+):
+    prepare_corpus(sources, tmp_path / "one", **OPTIONS)
+    real = os.fsync
+
+    def full(handle):
+        nonlocal left
+        paths = (tmp_path / "two.partial").glob(f"*{name}*")
+        left -= any(os.path.samestat(os.fstat(handle), path.stat()) for path in paths)
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        message = rf"No space left on device to write .*/two\.partial/{name}: make room, then run"
+        with pytest.raises(OSError, match=message) as error:
+            prepare_corpus(sources, tmp_path / "two", **OPTIONS)
+    assert error.value.errno == 28
+    prepare_corpus(sources, tmp_path / "two", **OPTIONS)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
 def test_a_run_killed_before_its_first_record_is_begun_again(sources, tmp_path):

@@ -8,14 +8,18 @@ import lzma
 import os
 import shutil
 import sys
+import sysconfig
+import tarfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from corpora import TEXTS, documents, skips, texts_of, write_folder, write_jsonl, write_tar
+from tests.support import TEXTS, documents, skips, texts_of, write_folder, write_jsonl, write_tar
 
 from trellis.data import documents as reading
-from trellis.data import prepare_corpus, stdlib
-from trellis.data.sources import kinds, list_sources, parse_hub
+from trellis.data import prepare_corpus
+from trellis.data import sources as listing
+from trellis.data.sources import kinds, list_sources, parse_hub, whole_texts
 
 ALL = list(TEXTS.values())
 
@@ -90,7 +94,7 @@ def test_a_folder_leaves_out_what_is_hidden_or_no_text(folder, tmp_path):
     assert corpus.manifest["ignored"] == {"(hidden)": 3, ".png": 2}
 
 
-def test_links_to_folders_and_links_of_archives_are_counted(folder, tmp_path):
+def test_links_to_folders_are_counted_and_links_of_archives_are_named(folder, tmp_path):
     write_folder(tmp_path / "other")
     os.symlink(tmp_path / "other", folder / "linked")
     os.symlink(folder, folder / "loop")
@@ -100,9 +104,22 @@ def test_links_to_folders_and_links_of_archives_are_counted(folder, tmp_path):
     os.link(folder / "a.txt", folder / "z.txt")
     os.mkfifo(folder / "pipe.txt")
     tar = write_tar(tmp_path / "t.tar", folder)
+    device = tarfile.TarInfo("tty.txt")
+    device.type = tarfile.CHRTYPE
+    with tarfile.open(tar, "a") as archive:
+        archive.addfile(device)
     corpus = prepare_corpus([tar], tmp_path / "two", validation=0)
     assert sorted(documents(corpus)) == sorted(ALL)
-    assert corpus.manifest["ignored"] == {"(device or pipe)": 1, "(link)": 3}
+    assert corpus.manifest["ignored"] == {}
+    assert corpus.manifest["skipped"]["reasons"] == {"not a regular file": 5}
+    assert skips(corpus) == {
+        f"{tar}:linked": f"not a regular file: symbolic link to {tmp_path / 'other'}",
+        f"{tar}:loop": f"not a regular file: symbolic link to {folder}",
+        f"{tar}:pipe.txt": "not a regular file: FIFO",
+        f"{tar}:tty.txt": "not a regular file: device",
+        f"{tar}:z.txt": "not a regular file: hard link to a.txt",
+    }
+    assert sorted(whole_texts([tar])) == sorted(ALL)  # what reads whole texts leaves them out
 
 
 def test_a_corpus_in_a_folder_is_no_text(folder, tmp_path):
@@ -254,20 +271,15 @@ def test_a_long_text_that_breaks_at_once_is_skipped(tmp_path, monkeypatch):
 
 
 def test_the_standard_library_is_the_same_every_time(tmp_path, monkeypatch):
-    files = stdlib.source_files()
+    files = listing.stdlib_files(Path(sysconfig.get_path("stdlib")))
     assert "argparse.py" in files
     assert "json/decoder.py" in files
     assert not [f for f in files if "/test/" in f or "site-packages" in f or "cp1252" in f]
-    first = list(stdlib.documentation())
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as some packages do
-    assert list(stdlib.documentation()) == first
-    assert stdlib.source_files() == files
+    first = list(listing.stdlib_documentation())
+    assert list(listing.stdlib_documentation()) == first
     texts = {e.name: e.text for e in first if isinstance(e, reading.Piece)}
-    assert "sys.excepthook" in texts["stdlib:module/sys"]
-    assert not [
-        name for name, text in texts.items() if " object at 0x7" in text and "module/" in name
-    ]
-    monkeypatch.setattr(stdlib, "source_files", lambda: files[:3])
+    assert "Boolean operations" in texts["stdlib:topic/booleans"]
+    monkeypatch.setattr(listing, "stdlib_files", lambda _: files[:3])
     corpus = prepare_corpus(["stdlib"], tmp_path / "out")
     assert corpus.manifest["sources"][0]["python"] == sys.version.split()[0]
 
@@ -285,6 +297,34 @@ def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"source 'hub:.*' failed after row 0"):
         prepare_corpus([f"hub:{folder}@nothing"], tmp_path / "three")
     assert not list(tmp_path.glob("three*"))
+
+
+@pytest.mark.parametrize("place", ["absolute", "above", "link", "file"])
+def test_a_dataset_reads_no_local_file_outside_its_folder(tmp_path, monkeypatch, place):
+    """A dataset's card may name any file."""
+    pytest.importorskip("datasets", reason="the data extra is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    secret = write_jsonl(tmp_path / "secret.jsonl", [{"text": "secret"}])
+    folder = write_folder(tmp_path / "rows", {})
+    named = {"absolute": str(secret), "above": "../secret.jsonl", "file": f"file://{secret}"}
+    os.symlink(secret, folder / "link.jsonl")
+    files = named.get(place, "link.jsonl")
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n"
+    (folder / "README.md").write_text(card)
+    with pytest.raises(ValueError, match=rf"would read {secret}, a file .* not in the folder"):
+        prepare_corpus([f"hub:{folder}"], tmp_path / "out")
+
+
+def test_names_of_the_hub_never_stand_for_the_current_folder(tmp_path, monkeypatch):
+    """The library takes `json` for all JSON files of the current folder."""
+    pytest.importorskip("datasets", reason="the data extra is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "mine"}])
+    with pytest.raises(
+        ValueError, match=r"would read .*, a file of this machine that is not on the hub"
+    ):
+        prepare_corpus(["hub:json"], tmp_path / "out")
 
 
 def test_names_of_datasets():

@@ -7,8 +7,7 @@ from typer.testing import CliRunner
 
 from trellis.cli import app
 from trellis.cli.evaluation.common import subjects
-from trellis.data.haystack import Haystack
-from trellis.data.needles import VARIANTS, Needles
+from trellis.data.needles import VARIANTS, Haystack, Needles
 from trellis.data.tokenizer import load_tokenizer
 from trellis.evaluation import niah_task
 from trellis.evaluation.niah import by_depth, matches, retrieve

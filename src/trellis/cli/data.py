@@ -1,4 +1,4 @@
-"""`trellis data`: from text to token shards."""
+"""The `trellis data` commands: from text to token shards."""
 
 from __future__ import annotations
 
@@ -16,35 +16,47 @@ if TYPE_CHECKING:
     from ..data import Progress
     from ..data.documents import Skip
 
-app = typer.Typer(no_args_is_help=True, help="From text to token shards.")
+app = typer.Typer(no_args_is_help=True, help="Turn text into token shards.")
 
 _SOURCES = (
-    "Text files, folders, jsonl (also named .json), their .gz .xz .bz2 .zst and .tar forms, "
-    "hub:DATASET:CONFIG@SPLIT (CONFIG and SPLIT optional), or stdlib: "
-    "Python's own sources and documentation."
+    "Text files, .jsonl files (or .json with an object on each line), folders or .tar archives of "
+    "them, also compressed (.gz, .xz, .bz2, .zst); hub:DATASET:CONFIG@SPLIT, where CONFIG and "
+    "SPLIT are optional; or stdlib, the sources and the language reference of this Python."
 )
 Sources = Annotated[list[str], typer.Argument(help=_SOURCES, metavar="SOURCE...")]
-TextField = Annotated[str, typer.Option(help="The field of jsonl and datasets with the text.")]
+TextField = Annotated[
+    str, typer.Option(help="The field that holds the text, in jsonl and in datasets of the hub.")
+]
 CorpusFolder = Annotated[Path, typer.Argument(help="A folder that `trellis data prepare` wrote.")]
 
-#: Skipped inputs that are named on the terminal; all are in skipped.jsonl.
+#: How many skipped inputs are named on the terminal; all of them are in skipped.jsonl.
 _NAMED = 5
 
 
 @app.command()
 def prepare(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="The corpus: a folder that does not exist yet.")],
+    out: Annotated[Path, typer.Option(help="The folder to write, which must not exist yet.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, a tokenizer.json, a folder with one, or a name on the hub.")
+        str,
+        typer.Option(
+            help="bytes, a tokenizer.json, a folder with one, or a name on the Hugging Face hub."
+        ),
     ] = "bytes",
-    validation: Annotated[float, typer.Option(help="Share of documents to hold out.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
+    validation: Annotated[
+        float, typer.Option(help="The share of documents to hold out for validation.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = 0,
     text_field: TextField = "text",
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard, at most.")] = 1 << 27,
-    max_documents: Annotated[int | None, typer.Option(help="Stop after so many.")] = None,
+    shard_tokens: Annotated[int, typer.Option(help="The most tokens in a shard.")] = 1 << 27,
+    max_documents: Annotated[
+        int | None, typer.Option(help="Stop after this many documents.")
+    ] = None,
 ) -> None:
-    """Turn text into a corpus of token shards. Interrupted, the same command goes on."""
+    """Turn text into a corpus of token shards.
+
+    If it is interrupted, the same command goes on where it stopped.
+    """
     from ..data import prepare_corpus
     from ..data.shards import PROGRESS_FILE
     from ..machine import peak_bytes
@@ -71,7 +83,7 @@ def prepare(
         _say("the tokenizer has no end-of-document token: documents follow without one")
     if manifest["held_out"]:
         _say(f"validation: {manifest['held_out']['why']}")
-    text = sum(entry["bytes"] for entry in manifest["splits"].values())
+    text = corpus.train.bytes + corpus.validation.bytes
     tokens = corpus.train.tokens + corpus.validation.tokens
     _say(
         f"{corpus.train.documents:,} + {corpus.validation.documents:,} documents, "
@@ -88,11 +100,13 @@ def prepare(
 @app.command("tokenizer")
 def train_a_tokenizer(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="A folder for tokenizer.json, or a .json file.")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32768,
+    out: Annotated[
+        Path, typer.Option(help="A folder for tokenizer.json, or a path that ends in .json.")
+    ],
+    vocab_size: Annotated[int, typer.Option(help="The most tokens in the vocabulary.")] = 32768,
     text_field: TextField = "text",
 ) -> None:
-    """Train a byte-level BPE tokenizer."""
+    """Train a byte-level BPE tokenizer on text."""
     from ..data import Progress, train_tokenizer
 
     skips = _Skips()
@@ -111,29 +125,33 @@ def train_a_tokenizer(
 
 @app.command()
 def needles(
-    out: Annotated[Path, typer.Option(help="The jsonl file to write.")],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
     variants: Annotated[
-        str, typer.Option(help="passkey, number, uuid, word: some of them.")
+        str, typer.Option(help="Kinds of needles, of passkey, number, uuid and word.")
     ] = "passkey,number,uuid",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of a prompt and 128 for its answer, at most.")
+        str,
+        typer.Option(help="The most tokens of a document, 128 of which are kept for its answer."),
     ] = "1024,2048",
-    items: Annotated[int, typer.Option(help="Documents to write.", min=1)] = 10_000,
+    items: Annotated[int, typer.Option(help="How many documents to write.", min=1)] = 10_000,
     haystack: Annotated[
-        list[str] | None, typer.Option(help="Text to hide needles in; else stdlib.")
+        list[str] | None,
+        typer.Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="As for prepare: it measures lengths.")] = "bytes",
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    tokenizer: Annotated[
+        str, typer.Option(help="The tokenizer that counts the tokens, as in prepare.")
+    ] = "bytes",
+    seed: Annotated[int, typer.Option(help="Seeds the random choices.")] = 0,
     force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write needles in haystacks with their answers, to teach what `trellis eval niah` asks for.
+    """Write training text for `trellis eval niah`: needles in haystacks, with their answers.
 
-    None of its keys and values is ever asked for in the test.
+    The test never uses the keys and values of this text.
     """
-    from ..data.needle_text import write_needles
+    from ..data.needles import write_needles
     from .options import names, numbers
 
-    with _bar("{task.completed:,} documents", bytes_known=True) as (bar, task):
+    with _bar("{task.completed:,} documents") as (bar, task):
         bar.update(task, total=items)
         size = write_needles(
             out, names(variants), numbers("lengths", lengths), items, haystack or ["stdlib"],
@@ -144,11 +162,11 @@ def needles(
 
 @app.command()
 def verify(corpus: CorpusFolder) -> None:
-    """Read a corpus again and compare every file with its hash."""
+    """Read a corpus again and compare every file with its recorded hash."""
     from ..data import open_corpus
 
     opened = open_corpus(corpus)
-    with _bar("{task.description}", bytes_known=True) as (bar, task):
+    with _bar("{task.description}") as (bar, task):
         opened.verify(
             lambda name, done, total: bar.update(
                 task, description=name, completed=done, total=total
@@ -160,7 +178,7 @@ def verify(corpus: CorpusFolder) -> None:
 
 @app.command()
 def info(corpus: CorpusFolder) -> None:
-    """What a corpus is made of."""
+    """Show what a corpus is made of."""
     from rich.console import Console
     from rich.table import Table
 
@@ -171,9 +189,10 @@ def info(corpus: CorpusFolder) -> None:
     manifest = opened.manifest
     tokenizer = manifest["tokenizer"]
     table = Table("split", "documents", "tokens", "bytes of text", "shards")
-    for split, entry in manifest["splits"].items():
-        numbers = (entry["documents"], entry["tokens"], entry["bytes"], len(entry["shards"]))
-        table.add_row(split, *(f"{n:,}" for n in numbers))
+    for stream in (opened.train, opened.validation):
+        shards = len(manifest["splits"][stream.split]["shards"])
+        numbers = (stream.documents, stream.tokens, stream.bytes, shards)
+        table.add_row(stream.split, *(f"{n:,}" for n in numbers))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     for entry in manifest["sources"]:
         size = f" ({entry['files']:,} files, {entry['bytes']:,} bytes)" if entry["files"] else ""
@@ -195,14 +214,14 @@ def info(corpus: CorpusFolder) -> None:
 
 
 def _say(line: str, err: bool = False) -> None:
-    """Names in it may hold anything; a terminal gets what can be printed."""
+    """Prints a line, with escapes for characters of file names that a terminal cannot show."""
     from ..data.sources import printable
 
     typer.echo(printable(line), err=err)
 
 
 class _Skips:
-    """Names the first inputs that are left out, counts all."""
+    """Prints the first skipped inputs and counts all of them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -213,7 +232,7 @@ class _Skips:
             _say(f"skipped {skip.name}: {skip.reason}", err=True)
 
     def summarize(self, count: int, where: Path | None = None) -> None:
-        """`count`: of the whole run, which may have begun before this process."""
+        """count: how many inputs the whole run skipped, also before an interruption."""
         if count:
             rest = f"; all are named in {where}" if where else ""
             _say(f"{count:,} inputs were skipped{rest}", err=True)
@@ -227,15 +246,13 @@ def _name_ignored(ignored: Counter[str]) -> None:
 
 
 @contextmanager
-def _bar(text: str, bytes_known: bool) -> Iterator[tuple[Any, Any]]:
+def _bar(text: str) -> Iterator[tuple[Any, Any]]:
+    """Yields a progress bar with this text and its task; nothing is shown without a terminal."""
     from rich import progress
     from rich.console import Console
 
-    columns: list[Any] = [progress.TextColumn(text)]
-    if bytes_known:
-        columns += [progress.BarColumn(), progress.TaskProgressColumn(),
-                    progress.TimeRemainingColumn()]  # fmt: skip
-    columns.append(progress.TimeElapsedColumn())
+    columns = [progress.TextColumn(text), progress.BarColumn(), progress.TaskProgressColumn(),
+               progress.TimeRemainingColumn(), progress.TimeElapsedColumn()]  # fmt: skip
     console = Console(stderr=True)
     with progress.Progress(*columns, console=console, transient=True,
                            disable=not console.is_terminal) as bar:  # fmt: skip
@@ -244,16 +261,16 @@ def _bar(text: str, bytes_known: bool) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A function that shows how far a run is; on a terminal only."""
+    """Yields a function that shows how far a run has come, if this is a terminal."""
     start = time.monotonic()
     first: list[int] = []
-    with _bar("{task.description}", bytes_known=True) as (bar, task):
+    with _bar("{task.description}") as (bar, task):
 
         def show(progress: Progress) -> None:
             if not first:
                 first.append(progress.text_bytes)
             seconds = max(time.monotonic() - start, 1e-9)
-            # A run that goes on has bytes that this process did not read.
+            # The bytes that were read before an interruption do not count for the speed.
             read = progress.text_bytes - (first[0] if progress.resumed else 0)
             bar.update(
                 task,

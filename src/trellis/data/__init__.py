@@ -1,9 +1,8 @@
-"""Text to token shards: sources, tokenizers, and the corpus that training reads."""
+"""From text to token shards: sources, tokenizers, and the corpus that training reads."""
 
 from .prepare import Progress, prepare_corpus
 from .shards import Corpus, TokenStream, open_corpus
-from .tokenizer import StreamDecoder, TextTokenizer, load_tokenizer
-from .tokenizer_training import train_tokenizer
+from .tokenizer import StreamDecoder, TextTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "Corpus",

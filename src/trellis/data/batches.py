@@ -1,12 +1,13 @@
-"""Batches as pure functions of (seed, step).
+"""Batches of tokens, as pure functions of (seed, step).
 
-The global batch of a step is `rows` rows of `context` tokens. Processes take slices of the rows, or
-parts of every row; any step can be made again, by any number of processes, from these alone.
+The global batch of a step is `rows` rows of `context` tokens. A process takes some of the rows, or
+a part of every row. The batch of any step can be made again, by any number of processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import checks
 from .shuffle import mix, mixed_range, shuffled
 
+#: The target of a token that has nothing to predict.
 IGNORED = -100
 KINDS = ("packed", "contiguous")
 
 
 class Stream(Protocol):
-    """Documents, joined. `ends` holds where each ends, in tokens from the stream's beginning."""
+    """Documents joined to one stream of tokens. `ends` says after how many tokens each one ends."""
 
     @property
     def tokens(self) -> int: ...
@@ -36,12 +39,12 @@ class Stream(Protocol):
 class Batch:
     """Some rows of a global batch, or parts of them.
 
-    input_ids, targets: [R, T]; targets are -100 where the next token is of another document.
-    cu_seqlens: bounds of the sequences in the rows joined, [N + 1]; None: each row is one sequence.
-    first, last: [R], the sequences that each row begins and ends with.
-    goes_on: [R], whether the first one goes on from what the row held before (the step before, or
-        the part before in the same row).
-    predicted: targets of the whole global batch, for the mean over it.
+    input_ids, targets: [R, T]. A target is -100 where the next token belongs to another document.
+    cu_seqlens: [N + 1], the bounds of the N sequences in the joined rows; None if each row is one.
+    first, last: [R], the number of the sequence that each row begins with and ends with.
+    goes_on: [R], whether a row's first sequence continues the one that the row ended with before:
+        in the step before, or in the part before it. Training hands that one's state on.
+    predicted: the number of targets in the whole global batch, for the mean loss.
     """
 
     input_ids: Tensor
@@ -53,15 +56,12 @@ class Batch:
     predicted: int
 
     def to(self, device: torch.device) -> Batch:
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: Any = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
     def model_inputs(self) -> dict[str, Any]:
-        """As the model takes them: rows of several sequences are one pack."""
+        """Arguments of the model. Rows of several sequences are joined to one packed row."""
         packed = self.cu_seqlens is not None
         return {
             "input_ids": self.input_ids.reshape(1, -1) if packed else self.input_ids,
@@ -77,16 +77,15 @@ class Batch:
 class Batches:
     """Packed or contiguous batches of a token stream.
 
-    packed: the stream is cut into windows of `context` tokens, read in a shuffled order that
-        differs from epoch to epoch, as does where the first cut falls. Documents meet inside a
-        window; each is a sequence of its own.
-    contiguous: documents in a shuffled order are joined and laid on `rows` lanes. Step after step,
-        each row goes on where it stopped, so that a document's state can be carried along.
+    packed: every row is a window of `context` tokens. Each epoch reads the windows in another
+        shuffled order and begins the first one at another token. Where documents meet inside a
+        window, each is a sequence of its own.
+    contiguous: documents are joined in a shuffled order and dealt out to the rows in equal shares.
+        At every step each row reads on where it stopped, so that a state can be handed on.
     """
 
     def __init__(self, stream: Stream, *, kind: str, context: int, rows: int, seed: int):
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
+        checks.choice("kind", kind, KINDS)
         self.stream, self.kind = stream, kind
         self.context, self.rows, self.seed = context, rows, seed
         needed = (context if kind == "packed" else context * rows) + 1
@@ -96,13 +95,16 @@ class Batches:
                 f"need at least {needed}: take a shorter context, fewer rows or more text"
             )
         if kind == "packed":
-            #: Windows per epoch, which leave room to move the first cut where there is any.
+            #: Windows per epoch. They leave room to begin the first one at another token.
             self.windows = max((stream.tokens - context) // context, 1)
         else:
-            self.lane = (stream.tokens - 1) // rows
-            self.windows = self.lane // context * rows
-        self._order: _Reordered | None = None
-        self._plan: tuple[int, list[tuple[Stream, int]], int] | None = None
+            self._row_tokens = (stream.tokens - 1) // rows
+            self.windows = self._row_tokens // context * rows
+        # Kept for the next micro-batch, which asks for the same step and epoch.
+        self._places = functools.lru_cache(maxsize=1)(self._find_places)
+        self._reordered = functools.lru_cache(maxsize=1)(
+            lambda epoch: _Reordered(stream, seed, epoch)
+        )
 
     @property
     def steps_per_epoch(self) -> float:
@@ -115,12 +117,12 @@ class Batches:
         part: tuple[int, int] = (0, 1),
         cut: int | None = None,
     ) -> Batch:
-        """Rows of the batch of a step, all by default.
+        """The batch of a step, or some of its rows.
 
-        part: (index, count) takes that part of every row, of equal parts. cut: starts a new
-        sequence at every multiple of so many tokens of a row (the context's warm-up).
+        part: (index, count) divides every row into `count` equal parts and takes one of them.
+        cut: a new sequence begins after every `cut` tokens of a row (while the context warms up).
         """
-        places, predicted = self._planned(step)
+        places, predicted = self._places(step)
         index, parts = part
         length = self.context // parts
         begin = index * length
@@ -133,16 +135,14 @@ class Batches:
             predicted,
         )
 
-    def _planned(self, step: int) -> tuple[list[tuple[Stream, int]], int]:
-        """Where all rows of a step begin, and their targets; kept for its other micro-batches."""
-        if self._plan is None or self._plan[0] != step:
-            places = [self._place(step, row) for row in range(self.rows)]
-            predicted = sum(self.context - self._ends_in(*place) for place in places)
-            self._plan = step, places, predicted
-        return self._plan[1:]
+    def _find_places(self, step: int) -> tuple[list[tuple[Stream, int]], int]:
+        """Where all rows of a step begin, and how many targets they have."""
+        places = [self._place(step, row) for row in range(self.rows)]
+        ends = sum(len(_between(s.ends, start, start + self.context)) for s, start in places)
+        return places, self.rows * self.context - ends
 
     def _place(self, step: int, row: int) -> tuple[Stream, int]:
-        """The stream of a row, and where the row begins in it."""
+        """The stream that a row of a step reads, and where in it the row begins."""
         if self.kind == "packed":
             number = step * self.rows + row
             epoch, index = divmod(number, self.windows)
@@ -150,23 +150,17 @@ class Batches:
             spare = self.stream.tokens - 1 - self.windows * self.context
             offset = mix(self.seed, epoch, 1) % (spare + 1)
             return self.stream, offset + window * self.context
-        steps = self.windows // self.rows
-        epoch, index = divmod(step, steps)
-        if self._order is None or self._order.epoch != epoch:
-            self._order = _Reordered(self.stream, self.seed, epoch)
-        return self._order, row * self.lane + index * self.context
+        epoch, index = divmod(step, self.windows // self.rows)
+        return self._reordered(epoch), row * self._row_tokens + index * self.context
 
     def _goes_on(self, step: int, stream: Stream, start: int, begin: int, cut: int | None) -> bool:
-        """Whether the token at `start`, place `begin` of its row, continues its document here."""
+        """Whether the token at `start`, token `begin` of its row, continues a sequence there."""
         if cut is not None and begin % cut == 0:
             return False
-        carried = self.kind == "contiguous" and step % (self.windows // self.rows) > 0
-        if begin == 0 and not carried:
+        reads_on = self.kind == "contiguous" and step % (self.windows // self.rows) > 0
+        if begin == 0 and not reads_on:
             return False
         return len(_between(stream.ends, start - 1, start)) == 0
-
-    def _ends_in(self, stream: Stream, start: int) -> int:
-        return len(_between(stream.ends, start, start + self.context))
 
 
 def assemble(
@@ -176,7 +170,10 @@ def assemble(
     goes_on: list[bool] | None = None,
     predicted: int | None = None,
 ) -> Batch:
-    """Rows of `length` tokens from places in streams, cut where documents begin and at `cuts`."""
+    """Rows of `length` tokens that begin at places in streams.
+
+    A sequence begins where a document begins, and at each of `cuts` (tokens of a row).
+    """
     ids = np.empty((len(places), length + 1), dtype=np.int64)
     targets = np.empty((len(places), length), dtype=np.int64)
     bounds, first, last = [0], [], []
@@ -205,38 +202,36 @@ def assemble(
 
 
 class _Reordered:
-    """A stream's documents in the shuffled order of an epoch."""
+    """The documents of a stream in the shuffled order of an epoch, joined to another stream."""
 
     def __init__(self, stream: Stream, seed: int, epoch: int):
-        self.stream, self.epoch, self.tokens = stream, epoch, stream.tokens
+        self.stream, self.tokens = stream, stream.tokens
         ends = np.asarray(stream.ends, dtype=np.int64)
-        begins = np.concatenate([[0], ends[:-1]])
+        lengths = np.diff(ends, prepend=0)
         order = np.argsort(mixed_range(len(ends), mix(seed, epoch)), kind="stable")
-        self.begins = begins[order]
-        self.ends = np.cumsum((ends - begins)[order])
+        self.ends = np.cumsum(lengths[order])
+        #: How much further back or ahead each document stands in the original stream.
+        self.shifts = ends[order] - self.ends
 
     def read(self, start: int, stop: int) -> np.ndarray:
         parts = []
         document = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            end = min(int(self.ends[document]), stop)
-            length = int(self.ends[document]) - (int(self.ends[document - 1]) if document else 0)
-            inside = start - (int(self.ends[document]) - length)
-            begin = int(self.begins[document]) + inside
-            parts.append(self.stream.read(begin, begin + end - start))
+            end, shift = min(int(self.ends[document]), stop), int(self.shifts[document])
+            parts.append(self.stream.read(start + shift, end + shift))
             start, document = end, document + 1
         return np.concatenate(parts)
 
 
 def _between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
     """The ends e with low < e <= high."""
-    # Of the same type: numpy would otherwise convert all ends, and to floats.
+    # The bounds get the type of the ends, or numpy would convert all ends to floats.
     begin, stop = np.searchsorted(ends, np.array([low, high], dtype=ends.dtype), side="right")
     return np.asarray(ends[begin:stop], dtype=np.int64)
 
 
 def validation_windows(stream: Stream, context: int, tokens: int) -> list[int]:
-    """Where windows of `context` tokens begin that cover about `tokens` of a stream, evenly."""
+    """The first tokens of windows that lie evenly over a stream and have `tokens` tokens in all."""
     whole = max((stream.tokens - 1) // context, 1)
     count = min(whole, max(1, tokens // context))
     return [index * whole // count * context for index in range(count)]

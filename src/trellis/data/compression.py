@@ -1,4 +1,4 @@
-"""Byte streams out of compressed files. What is truncated or broken raises one of READ_ERRORS."""
+"""Byte streams out of compressed files. A truncated or broken file raises one of READ_ERRORS."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import tarfile
 import zlib
 from typing import IO, Any
 
-#: Suffix of a compressed file -> its compression.
+#: The compression of a file by its suffix.
 SUFFIXES = {".gz": "gz", ".xz": "xz", ".bz2": "bz2", ".zst": "zst"}
 _BUFFER = 1 << 20
 
 READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, tarfile.TarError)
-try:  # an interpreter may have been built without it
+try:  # some builds of Python have no lzma
     from lzma import LZMAError
 except ModuleNotFoundError:
     pass
@@ -21,18 +21,21 @@ else:
     READ_ERRORS = (*READ_ERRORS, LZMAError)
 
 
-def optional(module: str, purpose: str) -> Any:
-    """A module of the `data` extra. Raises ModuleNotFoundError that says what to install."""
+def optional(module: str, purpose: str, extra: str = "data") -> Any:
+    """Imports a module that an extra of this package installs.
+
+    Raises ModuleNotFoundError that names the purpose and what to install.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{purpose} needs {module}: pip install 'trellis-memory[data]'", name=module
+            f"{purpose} needs {module}: pip install 'trellis-memory[{extra}]'", name=module
         ) from error
 
 
 def check_available(compression: str | None, name: str) -> None:
-    """Raises ModuleNotFoundError if files of this compression cannot be read here."""
+    """Raises ModuleNotFoundError if the module that reads this compression is not installed."""
     if compression == "zst":
         optional("zstandard", f"reading {name}")
     elif compression in ("xz", "bz2"):
@@ -55,9 +58,12 @@ def decompressed(file: IO[bytes], compression: str | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """All frames of a zstd file. The library's reader takes a truncated file for a whole one."""
+    """The content of all frames of a zstd file.
 
-    #: zstd can blow up 32,000-fold; small bites keep the output of one of them bounded.
+    The library's own reader does not notice that a file is truncated.
+    """
+
+    #: Bytes to decompress at a time: few, because zstd can expand them 32,000-fold.
     _BITE = 1 << 13
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -1,7 +1,8 @@
 """Documents out of byte streams: plain text, jsonl, and tar archives of both.
 
-Everything here yields events in a fixed order: a `Piece` of a document, a `Skip` for what cannot be
-read, or `Ignored` for what is not meant to be. Nothing is dropped without an event.
+All readers yield events in a fixed order: a `Piece` of a document, a `Skip` for an input that
+cannot be read, or `Ignored` for a file of a kind that is not text. Nothing is dropped without an
+event.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from typing import IO
 from .compression import READ_ERRORS, SUFFIXES, check_available, decompressed
 from .pieces import last_cut
 
-#: Text beyond this many bytes is streamed; so is the limit of one line of jsonl.
+#: Files with more bytes are streamed in pieces; lines of jsonl with more bytes are skipped.
 LONG = 64 << 20
 #: Bytes of text in a piece of a document that is streamed.
 STREAM_PIECE = 8 << 20
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-#: Of one value, or of one object in each line: the first line tells.
-JSON_SUFFIX = ".json"
+#: The kind of a file by its suffix. Files named .json are read if their lines are objects.
+_KINDS = {".tar": "tar", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
 _TEXT = """
     .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .py .pyi .pyx .c .h .cc
     .cpp .cxx .hh .hpp .hxx .cu .cuh .m .mm .java .kt .kts .scala .groovy .go .rs .zig .swift .js
@@ -33,12 +33,12 @@ _TEXT = """
     .f90 .f95 .for .pas .ada .adb .ads .asm .s .v .sv .vhd .vhdl .lean .agda .proto .thrift
     .graphql .cmake .mk .toml .yaml .yml .ini .cfg .tcl .awk .sed .nim .d .sol
 """
-TEXT_SUFFIXES = frozenset(_TEXT.split())
+_KINDS |= dict.fromkeys(_TEXT.split(), "text")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of a document, or a part of the text of a long one."""
+    """The text of a document, or a part of the text of a long one."""
 
     name: str
     text: str
@@ -48,10 +48,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Skip:
-    """Something that was left out."""
+    """An input that could not be read; it is listed in skipped.jsonl."""
 
     name: str
-    category: str  # for counting
+    category: str  # one of the constants below, for counting
     detail: str = ""
 
     @property
@@ -61,27 +61,20 @@ class Skip:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A file of a kind that is not read; counted by its suffix, or by what else it is."""
+    """A file that is not read because of its kind: its suffix, or one of the kinds below."""
 
-    suffix: str
-
-
-HIDDEN = Ignored("(hidden)")
-LINK = Ignored("(link)")
-SPECIAL = Ignored("(device or pipe)")
-CORPUS = Ignored("(corpus)")
-
-
-def ignored_by(form: Form) -> Ignored:
-    return Ignored(form.suffix or "(no suffix)")
+    kind: str
 
 
 Event = Piece | Skip | Ignored
+
+HIDDEN, LINK, CORPUS, NO_SUFFIX = "(hidden)", "(link)", "(corpus)", "(no suffix)"
 
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
 BINARY = "binary (NUL bytes)"
 UNREADABLE = "unreadable"
+NOT_REGULAR = "not a regular file"
 BAD_JSON = "bad JSON"
 NOT_JSONL = "not JSON lines"
 NO_TEXT = "no text"
@@ -89,43 +82,35 @@ NO_TEXT = "no text"
 
 @dataclass(frozen=True)
 class Form:
-    """How a file is to be read."""
+    """How a file is read."""
 
-    kind: str | None  # "text", "jsonl", "json", "tar"; None if its suffix is not known
-    compression: str | None
-    suffix: str
+    kind: str | None  # "text", "jsonl", "json", "tar"; None if the suffix is not known
+    compression: str | None  # "gz", "xz", "bz2", "zst"
+    suffix: str  # of both, such as ".txt.gz"
 
 
 def form_of(name: str) -> Form:
-    """The form that a file's name tells."""
+    """The form of a file, by its name."""
     base = os.path.basename(name).lower()
     for short in (".tgz", ".txz", ".tbz2", ".tzst"):
         if base.endswith(short):
             return Form("tar", short[2:], short)
     stem, last = os.path.splitext(base)
     compression = SUFFIXES.get(last)
-    if compression is not None:
-        base = stem
-    suffix = os.path.splitext(base)[1]
-    if suffix == ".tar":
-        kind: str | None = "tar"
-    elif suffix in JSONL_SUFFIXES:
-        kind = "jsonl"
-    elif suffix == JSON_SUFFIX:
-        kind = "json"
-    else:
-        kind = "text" if suffix in TEXT_SUFFIXES else None
-    return Form(kind, compression, suffix + last if compression else suffix)
+    if compression is None:
+        stem, last = base, ""
+    suffix = os.path.splitext(stem)[1]
+    return Form(_KINDS.get(suffix), compression, suffix + last or NO_SUFFIX)
 
 
 def hidden(path: str) -> bool:
-    """Whether a relative path lies in a hidden or a cache folder, or is hidden itself."""
+    """Whether a relative path is hidden (.name), or lies in a hidden folder or in __pycache__."""
     parts = path.replace(os.sep, "/").split("/")
     return any((p.startswith(".") and p not in (".", "..")) or p == "__pycache__" for p in parts)
 
 
 def read_text(stream: IO[bytes], name: str) -> Iterator[Event]:
-    """A stream as one document. Long ones are streamed, and end where they turn unreadable."""
+    """A stream as one document. A long one is streamed, and ends where it cannot be read."""
     try:
         data = stream.read(LONG + 1)
     except READ_ERRORS as error:
@@ -146,7 +131,7 @@ def read_text(stream: IO[bytes], name: str) -> Iterator[Event]:
 
 
 def whole_text(text: str, name: str) -> Iterator[Event]:
-    """A document of one piece, if it is one that can be written."""
+    """A document of one piece; a Skip if the text is empty or is not valid Unicode."""
     if not text or text.isspace():
         yield Skip(name, EMPTY)
         return
@@ -169,7 +154,7 @@ def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
         try:
             held += decoder.decode(data if zero < 0 else data[:zero], final=not data)
         except UnicodeDecodeError as error:
-            # Its bytes begin with those that the decoder held back from the block before.
+            # The error's bytes begin with those that the decoder kept from the block before.
             held += error.object[: error.start].decode()
             at = done + len(data) - (len(error.object) - error.start)
             trouble = Skip(name, NOT_UTF8, f"{error.reason} at byte {at}")
@@ -179,7 +164,7 @@ def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
         if not data or trouble is not None:
             break
         done += len(data)
-        data = b""  # or two blocks would be held
+        data = b""  # lets this block go before the next one is read
         while len(held) > STREAM_PIECE:
             place = last_cut(held[:STREAM_PIECE])
             text, held = held[:place], held[place:]
@@ -197,9 +182,10 @@ def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
 
 
 def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True) -> Iterator[Event]:
-    """One document for each line; what is not one is named as file:line.
+    """One document for each line, named file:line. Blank lines are nothing.
 
-    sure: that these are lines of JSON; if not, the first one that is not blank must be an object.
+    sure: the file is known to be jsonl. If not, all of it is skipped unless the first line that is
+    not blank is an object.
     """
     number = 0
     while True:
@@ -222,31 +208,20 @@ def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True)
             line = line.removeprefix(codecs.BOM_UTF8)
         if line.isspace():
             continue
-        if not (sure := sure or _is_object(line)):
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            row = Skip(here, NOT_UTF8, f"{error.reason} at byte {error.start}")
+        except (ValueError, RecursionError) as error:
+            row = Skip(here, BAD_JSON, str(error))
+        if not (sure := sure or isinstance(row, dict)):
             yield Skip(name, NOT_JSONL, "the first line is not an object by itself")
             return
-        yield _json_line(line, here, text_field)
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _json_line(line: bytes, name: str, text_field: str) -> Event:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Skip(name, NOT_UTF8, f"{error.reason} at byte {error.start}")
-    except (ValueError, RecursionError) as error:
-        return Skip(name, BAD_JSON, str(error))
-    return row_event(row, name, text_field)
+        yield row if isinstance(row, Skip) else row_event(row, here, text_field)
 
 
 def row_event(row: object, name: str, text_field: str) -> Event:
-    """The document in a row of jsonl or of a dataset."""
+    """The document in a row of jsonl or of a dataset, or a Skip."""
     if not isinstance(row, dict):
         return Skip(name, NO_TEXT, f"the line is a {type(row).__name__}, not an object")
     if text_field not in row:
@@ -258,43 +233,44 @@ def row_event(row: object, name: str, text_field: str) -> Event:
 
 
 def read_tar(stream: IO[bytes], name: str, text_field: str) -> Iterator[Event]:
-    """The members of an archive, in its order, each like a file of a folder."""
+    """The members of an archive in its order, each read like a file of a folder."""
     count = 0
     try:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 20) as archive:
             for member in archive:
                 count += 1
-                archive.members = []  # type: ignore[attr-defined]  # or it would keep every header
+                archive.members = []  # type: ignore[attr-defined]  # else every header is kept
                 if not member.isdir():
                     yield from _read_member(archive, member, name, text_field)
     except READ_ERRORS as error:
-        # An empty file is an error for tarfile; the count tells how far an archive was read.
+        # The count tells how far the archive was read; tarfile calls an empty file an error too.
         yield Skip(name, UNREADABLE, f"{_what(error)}; the archive ends after {count} members")
 
 
 def _read_member(
     archive: tarfile.TarFile, member: tarfile.TarInfo, name: str, text_field: str
 ) -> Iterator[Event]:
-    form = form_of(member.name)
+    form, name = form_of(member.name), f"{name}:{member.name}"
     if hidden(member.name):
-        yield HIDDEN
+        yield Ignored(HIDDEN)
     elif member.issym() or member.islnk():
-        yield LINK
+        kind = "symbolic" if member.issym() else "hard"
+        yield Skip(name, NOT_REGULAR, f"{kind} link to {member.linkname}")
     elif not member.isfile():
-        yield SPECIAL
+        yield Skip(name, NOT_REGULAR, "FIFO" if member.isfifo() else "device")
     elif form.kind is None or form.kind == "tar":
-        yield ignored_by(form)
+        yield Ignored(form.suffix)
     else:
         file = archive.extractfile(member)
         assert file is not None  # it is a regular file
-        yield from read_form(file, f"{name}:{member.name}", form, text_field)
+        yield from read_form(file, name, form, text_field)
 
 
 def read_form(file: IO[bytes], name: str, form: Form, text_field: str) -> Iterator[Event]:
-    """The documents of an open file; a suffix that is not known is read as text."""
+    """The documents of an open file. A file whose suffix is not known is read as text."""
     try:
         check_available(form.compression, name)
-    except ModuleNotFoundError as error:  # inside an archive, where it could not be known before
+    except ModuleNotFoundError as error:  # a member of an archive; files are checked when listed
         yield Skip(name, UNREADABLE, str(error))
         return
     stream = decompressed(file, form.compression)

@@ -1,9 +1,9 @@
-"""Places where a text may be cut without changing its tokens.
+"""Places where a text can be cut without changing its tokens.
 
-A tokenizer works on one long text with one core. Cut into pieces, a text uses all cores and bounded
-memory; but the pieces must give the same tokens as the whole. Two kinds of place are safe for
-nearly every tokenizer that splits text into words before it merges: behind a single newline between
-non-space and a word, and before a single space between two letters.
+A tokenizer encodes one long text with one core. The pieces of a text can be encoded by all cores in
+bounded memory, but must give the same tokens as the whole. For nearly every tokenizer that splits
+text into words first, two kinds of places are safe: after a single newline that stands between a
+character and a word, and before a single space between two letters.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-#: Behind a newline. Neighbours that are spaces would belong to the same run of spaces. The words
-#: left out begin with the byte 0xC2, as do the spaces that some vocabularies join to a newline.
+#: After a newline without spaces around it, which would be tokens together with it. The next word
+#: must not begin with the byte 0xC2: some spaces do, and vocabularies join them to a newline.
 _NEWLINE = r"(?<=\S)\n(?=[^\W\x80-\xbf])"
 AFTER_NEWLINE = re.compile(_NEWLINE)
-#: Behind a newline, or before a space: texts with long lines have few newlines.
+#: After a newline or before a space, for texts with long lines.
 AFTER_NEWLINE_OR_BEFORE_SPACE = re.compile(_NEWLINE + r"|(?<=[a-z])(?= [a-z])")
 
-#: A token that has one of these inside reaches over such a place.
+#: A token in which one of these is found reaches over such a place.
 _OVER_NEWLINE = re.compile(rb"\n[^\s\xc2]")
 _OVER_SPACE = re.compile(rb"[a-z] ")
 
@@ -54,7 +54,7 @@ def cut(text: str, place: re.Pattern[str], size: int) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int:
-    """The last safe place of a text; its length if its last million characters have none."""
+    """The last safe place in the last million characters of a text; its end if there is none."""
     for pattern in (AFTER_NEWLINE, AFTER_NEWLINE_OR_BEFORE_SPACE):
         for window in (1 << 12, 1 << 20):
             places = [m.end() for m in pattern.finditer(text, max(1, len(text) - window))]
@@ -66,10 +66,11 @@ def last_cut(text: str) -> int:
 def safe_place(
     encode: Callable[[list[str]], list[np.ndarray]], vocabulary: Iterable[bytes]
 ) -> re.Pattern[str] | None:
-    """Where a tokenizer's texts may be cut; None if only whole texts give the right tokens.
+    """Where texts can be cut for a tokenizer; None if only whole texts give the right tokens.
 
-    Two conditions: no token of the vocabulary reaches over such a place, and a text cut at each of
-    them has the tokens of the whole (a tokenizer that puts a space before every text fails here).
+    Two conditions must hold: no token of the vocabulary reaches over such a place, and a text that
+    is cut at all of them gives the tokens of the whole. (A tokenizer that puts a space before every
+    text does not pass.)
     """
     over_newline = over_space = False
     for token in vocabulary:

@@ -1,74 +1,52 @@
 """Text to a corpus on disk: `prepare_corpus` reads, tokenizes and writes in one bounded stream.
 
-A thread reads and decompresses, a second one tokenizes (with all cores), the caller's writes. The
-output grows in `DIR.partial` and becomes `DIR` in one step at the end. `progress.json` in it
-records how far every file is valid, so that the same call goes on after an interruption and ends
-with the same bytes as a run without one.
+A thread reads and decompresses; the caller's thread tokenizes (with all cores) and writes. The
+output grows in `DIR.partial` and becomes `DIR` in one step at the end. After an interruption the
+same call goes on (`resume.py`) and ends with the bytes of a run without one.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import math
 import os
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 import trellis
 
-from ..files import lock, sync
+from ..files import sha256_of, sync
 from .documents import Event, Piece, Skip
-from .prefetch import Prefetched
-from .shards import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    PROGRESS_FILE,
-    SPLIT_LAYOUT,
-    SPLITS,
-    Corpus,
-    TokenStream,
-    check_layout,
-    open_corpus,
-)
+from .resume import ResumeState, run_arguments, unfinished_folder
+from .shard_writer import AppendedFile, SplitWriter
+from .shards import PROGRESS_FILE, SPLITS, Corpus, TokenStream, open_corpus, write_manifest
 from .shuffle import mix
-from .sources import Listing, Meter, list_sources, no_documents, read_unit
-from .tokenizer import TextTokenizer, canonical, load_tokenizer
-from .writing import AppendedFile, SplitWriter, write_json
+from .sources import LeftOut, Listing, Meter, list_sources, read_unit
+from .tokenizer import TextTokenizer, load_tokenizer
 
 SKIPPED_FILE = "skipped.jsonl"
-#: Text that is read, tokenized and written together.
+#: How much text, and how many events, are read, tokenized and written together.
 BATCH_BYTES = 4 << 20
 BATCH_EVENTS = 10_000
-#: Seconds between two records of the progress.
+#: How often the progress is recorded.
 CHECKPOINT_SECONDS = 1.0
 
-_PROGRESS_LAYOUT = {
-    "arguments": {},
-    "unit": int,
-    "events_in_unit": int,
-    "source_bytes": int,
-    "complete": bool,
-    "held_out": ({"why": str},),
-    "splits": {},
-    "skipped_size": int,
-    "skipped": {},
-    "ignored": {},
-}
+T = TypeVar("T")
 
 
 @dataclass
 class Progress:
-    """How far a run is, for display."""
+    """How far a run has come, for display."""
 
     documents: int = 0
     tokens: int = 0
@@ -77,17 +55,6 @@ class Progress:
     source_total: int | None = None  # None if it is not known
     skipped: int = 0
     resumed: bool = False
-
-
-@dataclass
-class _Batch:
-    """Events in order, and where their reading ended."""
-
-    unit: int  # index of the unit that the next event belongs to
-    events_in_unit: int  # events of that unit up to there
-    source_bytes: int
-    events: list[Event] = field(default_factory=list)
-    ids: list[np.ndarray] = field(default_factory=list)  # of each Piece among the events
 
 
 def prepare_corpus(
@@ -106,16 +73,21 @@ def prepare_corpus(
 ) -> Corpus:
     """Makes the corpus `out` from sources (see `list_sources`), or goes on with an interrupted run.
 
-    validation: the share of documents that go to the validation split, chosen by `seed`.
-    max_documents: stops after so many.
-    progress: called after each batch. skipped: called with each input that is left out.
+    validation: the share of documents that go to the validation split, chosen by `seed`. If none is
+        chosen, the validation split is the end of the last training document.
+    max_documents: reading stops after this many documents.
+    progress: called after each batch. skipped: called with each input that cannot be read.
 
     Raises FileExistsError if `out` exists; ValueError if an argument is out of range, if no
     document was found, or if an interrupted run had other arguments or sources; another OSError if
     `out` cannot be written; and what `list_sources` and `load_tokenizer` raise.
     """
     out = Path(out)
-    _check_arguments(validation, shard_tokens, max_documents)
+    if not (math.isfinite(validation) and 0 <= validation < 1):
+        raise ValueError(f"validation must be at least 0 and less than 1; got {validation}")
+    for name, value in (("shard_tokens", shard_tokens), ("max_documents", max_documents)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
     if out.exists() or out.is_symlink():
         raise FileExistsError(
             f"{out} exists and is not overwritten: give --out a name that is free"
@@ -130,25 +102,40 @@ def prepare_corpus(
         "shard_tokens": shard_tokens,
         "max_documents": max_documents,
     }
-    with _locked_folder(partial, out) as is_new:
+    with unfinished_folder(partial, out) as is_new:
         run = None
         try:
-            run = _Run(partial, text_tokenizer, listing, options, checkpoint_seconds, skipped)
-            run.read_all(progress)
+            run = _Run(partial, text_tokenizer, listing, options, skipped)
+            run.read_all(progress, checkpoint_seconds)
             run.finish()
             open_corpus(partial)
-        except BaseException:
+        except BaseException as error:
             if run is not None:
-                with suppress(OSError):  # a full disk must not hide why the run failed
-                    run.close()
+                run.close()
             if is_new and (run is None or not run.worth_keeping):
                 shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror} to write {error.filename or partial}: make room, then run "
+                    "the same command again",
+                ) from error
             raise
         os.rename(partial, out)
     sync(out.parent)
-    # Only now: without it, a run that is interrupted before the renaming could not go on.
+    # Last of all: without this file, a run interrupted before the renaming could not go on.
     (out / PROGRESS_FILE).unlink()
     return open_corpus(out)
+
+
+@dataclass
+class _Batch:
+    """Events in order, and the place in the sources where they end."""
+
+    events: list[Event]
+    unit: int  # index of the unit that the next event belongs to
+    events_in_unit: int  # how many events of that unit come before it
+    source_bytes: int  # how much of the sources was read
 
 
 class _Run:
@@ -160,219 +147,137 @@ class _Run:
         tokenizer: TextTokenizer,
         listing: Listing,
         options: dict[str, Any],
-        checkpoint_seconds: float,
         on_skip: Callable[[Skip], None] | None,
     ) -> None:
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.listing = listing
-        self.options = options
-        self.checkpoint_seconds = checkpoint_seconds
-        self.on_skip = on_skip
-        self.arguments = {
-            "format_version": FORMAT_VERSION,
-            "library_version": trellis.__version__,
-            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            **options,
-            "sources": [entry["source"] for entry in listing.sources],
-            "units": _units_identity(listing),
-        }
-        state = self._load_state()
-        self.resumed = state is not None
-        if state is None:
-            state = {"unit": 0, "events_in_unit": 0, "source_bytes": 0, "complete": False,
-                     "held_out": None, "splits": {}, "skipped_size": 0, "skipped": {},
-                     "ignored": {}}  # fmt: skip
-            # Before anything else: this file tells that the folder is ours.
-            self._write_progress(state)
-        for path in folder.glob(".*.json.*"):  # parts of files, left by a process that was killed
+        self.folder, self.tokenizer = folder, tokenizer
+        self.listing, self.options = listing, options
+        self.arguments = run_arguments(tokenizer, listing, options)
+        found = ResumeState.load(folder, self.arguments)
+        self.resumed = self.worth_keeping = found is not None
+        self.state = found or ResumeState()
+        if not self.resumed:
+            # Before anything else: this file shows that the folder belongs to a run.
+            self.state.save(folder, self.arguments)
+        for path in folder.glob(".*.json.*"):  # unfinished files of a process that was killed
             path.unlink()
         tokenizer.save(folder)
-        self.unit: int = state["unit"]
-        self.events_in_unit: int = state["events_in_unit"]
-        self.source_bytes: int = state["source_bytes"]
-        self.complete: bool = state["complete"]
-        self.held_out: dict[str, Any] | None = state["held_out"]
-        self.skip_counts: Counter[str] = Counter(state["skipped"])
-        self.ignored: Counter[str] = Counter(state["ignored"])
+        self.left_out = LeftOut(listing, on_skip, self.state.skipped, self.state.ignored)
         self.splits = {
             split: SplitWriter(
-                folder, split, tokenizer.dtype, options["shard_tokens"], state["splits"].get(split)
+                folder, split, tokenizer.dtype, options["shard_tokens"],
+                self.state.splits.get(split),
             )
             for split in SPLITS
-        }
-        self.skip_file = AppendedFile(folder / SKIPPED_FILE, state["skipped_size"])
-        self.first_skips: list[Skip] = []
-        self.worth_keeping = self.resumed
-        self._last_checkpoint = time.monotonic()
-
-    # Reading.
-
-    def read_all(self, progress: Callable[[Progress], None] | None) -> None:
-        if self.complete:
-            return
-        shown = Progress(resumed=self.resumed, source_total=self.listing.size)
-        with (
-            closing(Prefetched(self._batches(), depth=2)) as read,
-            closing(Prefetched(_encoded(iter(read), self.tokenizer), depth=1)) as batches,
-        ):
-            for batch in batches:
-                self._write(batch)
-                if time.monotonic() - self._last_checkpoint >= self.checkpoint_seconds:
-                    self._checkpoint()
-                if progress is not None:
-                    self._show(shown, progress)
-                if self.complete:
-                    break
-        if self.documents == 0:
-            self.worth_keeping = False
-            ignored = self.listing.ignored + self.ignored
-            sources = [entry["source"] for entry in self.listing.sources]
-            count = self.skip_counts.total()
-            raise ValueError(no_documents(sources, self.first_skips, count, ignored))
-        self.complete = True
-        self._checkpoint()
+        }  # fmt: skip
+        self.skip_file = AppendedFile(folder / SKIPPED_FILE, self.state.skipped_size)
 
     @property
     def documents(self) -> int:
         return sum(writer.documents for writer in self.splits.values())
 
-    def _batches(self) -> Iterator[_Batch]:
-        """Events from where the run stands, in batches."""
-        meter = Meter()
-        units = self.listing.units
-        before = sum(unit.size for unit in units[: self.unit])
-        batch = _Batch(self.unit, self.events_in_unit, before)
-        size = 0
-        for index in range(self.unit, len(units)):
-            seen = 0
-            done = self.events_in_unit if index == self.unit else 0
-            for event in read_unit(units[index], self.options["text_field"], meter):
-                seen += 1
-                if seen <= done:
-                    continue
-                batch.events.append(event)
-                if isinstance(event, Piece):
-                    size += event.size
-                if size >= BATCH_BYTES or len(batch.events) >= BATCH_EVENTS:
-                    batch.unit, batch.events_in_unit = index, seen
-                    batch.source_bytes = before + meter.position()
-                    yield batch
-                    batch = _Batch(index, seen, before)
-                    size = 0
-            before += units[index].size
-            batch.unit, batch.events_in_unit, batch.source_bytes = index + 1, 0, before
-        yield batch
+    def read_all(
+        self, progress: Callable[[Progress], None] | None, checkpoint_seconds: float
+    ) -> None:
+        """Reads, tokenizes and writes all documents that are not written yet."""
+        if self.state.complete:
+            return
+        last = time.monotonic()
+        with closing(Prefetched(self._batches(), depth=2)) as batches:
+            for batch in batches:
+                self._write(batch)
+                if time.monotonic() - last >= checkpoint_seconds:
+                    self._checkpoint()
+                    last = time.monotonic()
+                if progress is not None:
+                    progress(self._progress())
+                if self.state.complete:
+                    break
+        if self.documents == 0:
+            self.worth_keeping = False
+            raise self.left_out.no_documents()
+        self.state.complete = True
+        self._checkpoint()
 
-    # Writing.
+    def _batches(self) -> Generator[_Batch, None, None]:
+        """The events that are not written yet, in batches."""
+        units, meter = self.listing.units, Meter()
+        first, done = self.state.unit, self.state.events_in_unit
+        before = sum(unit.size for unit in units[:first])
+        events: list[Event] = []
+        size = 0
+        for index, unit in enumerate(units[first:], start=first):
+            for number, event in enumerate(read_unit(unit, self.options["text_field"], meter), 1):
+                if number <= done:
+                    continue
+                events.append(event)
+                size += event.size if isinstance(event, Piece) else 0
+                if size >= BATCH_BYTES or len(events) >= BATCH_EVENTS:
+                    yield _Batch(events, index, number, before + meter.position())
+                    events, size = [], 0
+            done = 0
+            before += unit.size
+        yield _Batch(events, len(units), 0, before)
 
     def _write(self, batch: _Batch) -> None:
-        """Appends a batch; complete if there are enough documents then."""
+        """Tokenizes and appends a batch. The run is complete if it has `max_documents` then."""
         limit = self.options["max_documents"]
-        ids = iter(batch.ids)
+        end = self.tokenizer.end_of_document
+        texts = [event.text for event in batch.events if isinstance(event, Piece)]
+        ids = iter(self.tokenizer.encode_batch(texts))
         for event in batch.events:
-            if isinstance(event, Piece):
-                writer = self._writer()
-                writer.append(next(ids))
-                writer.bytes += event.size
-                if event.last:
-                    if self.tokenizer.end_of_document is not None:
-                        writer.append(np.array([self.tokenizer.end_of_document]))
-                    writer.end_document()
-                    if limit is not None and self.documents >= limit:
-                        # At once: what is recorded from here on must not be read again.
-                        self.complete = True
-                        return
-            elif isinstance(event, Skip):
-                self._write_skip(event)
-            else:
-                self.ignored[event.suffix] += 1
-        self.unit, self.events_in_unit = batch.unit, batch.events_in_unit
-        self.source_bytes = batch.source_bytes
+            if not isinstance(event, Piece):
+                if isinstance(event, Skip):
+                    line = json.dumps({"name": event.name, "reason": event.reason}) + "\n"
+                    self.skip_file.write(line.encode())
+                self.left_out.add(event)
+                continue
+            held_out = in_validation(
+                self.options["seed"], self.documents, self.options["validation"]
+            )
+            writer = self.splits["validation" if held_out else "train"]
+            writer.append(next(ids), event.size)
+            if event.last:
+                if end is not None:
+                    writer.append(np.array([end]), 0)
+                writer.end_document()
+                if self.documents == limit:
+                    # Set before any record: a resumed run must not read this batch again.
+                    self.state.complete = True
+                    return
+        self.state.unit, self.state.events_in_unit = batch.unit, batch.events_in_unit
+        self.state.source_bytes = batch.source_bytes
 
-    def _writer(self) -> SplitWriter:
-        """Of the split that the current document belongs to."""
-        share = self.options["validation"]
-        held_out = in_validation(self.options["seed"], self.documents, share)
-        return self.splits["validation" if held_out else "train"]
+    def _checkpoint(self) -> None:
+        """Records how far the run has come, once everything up to there is on the disk."""
+        for file in self._open_files():
+            file.sync()
+        self.state.splits = {split: writer.state() for split, writer in self.splits.items()}
+        self.state.skipped_size = self.skip_file.size
+        self.state.save(self.folder, self.arguments)
+        self.worth_keeping = True
 
-    def _write_skip(self, skip: Skip) -> None:
-        line = json.dumps({"name": skip.name, "reason": skip.reason}) + "\n"
-        self.skip_file.write(line.encode())
-        self.skip_counts[skip.category] += 1
-        if len(self.first_skips) < 5:
-            self.first_skips.append(skip)
-        if self.on_skip is not None:
-            self.on_skip(skip)
-
-    def _show(self, shown: Progress, progress: Callable[[Progress], None]) -> None:
+    def _progress(self) -> Progress:
         writers = self.splits.values()
-        shown.documents = self.documents
-        shown.tokens = sum(w.tokens for w in writers)
-        shown.text_bytes = sum(w.bytes for w in writers)
-        shown.source_bytes = self.source_bytes
-        shown.skipped = self.skip_counts.total()
-        progress(shown)
-
-    # The end.
-
-    def finish(self) -> None:
-        """Everything but the renaming of the folder."""
-        if self.held_out is None:
-            self._hold_out_tail()
-        if self.held_out is not None:
-            self.splits["train"].end_document()
-        splits = {split: writer.finish() for split, writer in self.splits.items()}
-        self.skip_file.close()
-        write_json(self.folder / MANIFEST_FILE, self._manifest(splits))
-        sync(self.folder)
-
-    def _hold_out_tail(self) -> None:
-        """Moves the end of the last training document to validation, if that got no document.
-
-        Leaves the training split's last document open; its end is written by `finish`, also after
-        an interruption here.
-        """
-        train, validation = self.splits["train"], self.splits["validation"]
-        share = self.options["validation"]
-        if share == 0 or validation.documents:
-            return
-        stream = train.stream()
-        start = int(stream.ends[-2]) if stream.documents > 1 else 0
-        count = min(max(1, round(share * stream.tokens)), (stream.tokens - start) // 2)
-        if count == 0:
-            return
-        first = _character_start(stream, stream.tokens - count, self.tokenizer)
-        decoder = self.tokenizer.stream_decoder()
-        for at in range(first, stream.tokens, 1 << 20):
-            ids = stream.read(at, min(at + (1 << 20), stream.tokens))
-            validation.append(ids)
-            validation.bytes += len(decoder.feed(ids.tolist()).encode())
-        validation.bytes += len(decoder.finish().encode())
-        validation.end_document()
-        validation.sync()
-        self.held_out = {
-            "tokens": validation.tokens,
-            "why": "no document fell to validation; it is the end of the last training document",
-        }
-        state = {
-            "tokens": first,
-            "documents": train.documents - 1,
-            "bytes": train.bytes - validation.bytes,
-            "shards": train.state()["shards"][: first // train.shard_tokens],
-        }
-        # Recorded before anything is cut off: an interrupted run finds it and cuts again.
-        self._record({"train": state, "validation": validation.state()})
-        train.close()
-        self.splits["train"] = SplitWriter(
-            self.folder, "train", train.dtype, train.shard_tokens, state
+        return Progress(
+            documents=self.documents,
+            tokens=sum(writer.tokens for writer in writers),
+            text_bytes=sum(writer.bytes for writer in writers),
+            source_bytes=self.state.source_bytes,
+            source_total=self.listing.size,
+            skipped=self.state.skipped.total(),
+            resumed=self.resumed,
         )
 
-    def _manifest(self, splits: dict[str, Any]) -> dict[str, Any]:
-        tokenizer = self.tokenizer
-        return {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+    def finish(self) -> None:
+        """Closes all files and writes the manifest."""
+        splits = {split: writer.finish() for split, writer in self.splits.items()}
+        self.skip_file.close()
+        tokenizer, share = self.tokenizer, self.options["validation"]
+        held_out = None
+        if share > 0 and splits["validation"]["documents"] == 0:
+            train = TokenStream(self.folder, "train", splits["train"], tokenizer.dtype)
+            held_out = range_to_hold_out(train, share, tokenizer)
+        content = {
             "library_version": trellis.__version__,
             "tokenizer": {
                 "name": tokenizer.name,
@@ -384,80 +289,28 @@ class _Run:
             "options": self.options,
             "sources": self.listing.sources,
             "splits": splits,
-            "held_out": self.held_out,
+            "held_out": held_out,
             "skipped": {
-                "count": self.skip_counts.total(),
-                "reasons": dict(sorted(self.skip_counts.items())),
+                "count": self.state.skipped.total(),
+                "reasons": dict(sorted(self.state.skipped.items())),
                 "file": SKIPPED_FILE,
                 "size": self.skip_file.size,
-                "sha256": self.skip_file.sha256,
+                "sha256": sha256_of(self.skip_file.path),
             },
-            "ignored": dict(sorted((self.listing.ignored + self.ignored).items())),
+            "ignored": dict(sorted(self.left_out.all_ignored().items())),
         }
+        write_manifest(self.folder, content)
+        sync(self.folder)
 
-    # The record of the progress.
-
-    def _checkpoint(self) -> None:
-        for writer in self.splits.values():
-            writer.sync()
-        self.skip_file.sync()
-        self._record()
-        self.worth_keeping = True
-        self._last_checkpoint = time.monotonic()
-
-    def _record(self, splits: dict[str, Any] | None = None) -> None:
-        self._write_progress(
-            {
-                "unit": self.unit,
-                "events_in_unit": self.events_in_unit,
-                "source_bytes": self.source_bytes,
-                "complete": self.complete,
-                "held_out": self.held_out,
-                "splits": splits or {s: writer.state() for s, writer in self.splits.items()},
-                "skipped_size": self.skip_file.size,
-                "skipped": self.skip_counts,
-                "ignored": self.ignored,
-            }
-        )
-
-    def _write_progress(self, state: dict[str, Any]) -> None:
-        content = {"format": FORMAT, "arguments": self.arguments, **state}
-        write_json(self.folder / PROGRESS_FILE, content)
-
-    def _load_state(self) -> dict[str, Any] | None:
-        """What an interrupted run recorded; None if there was none."""
-        path = self.folder / PROGRESS_FILE
-        again = f"finish that run with its own arguments, or remove {self.folder} to start anew"
-        if not path.exists():
-            return None
-        try:
-            state: dict[str, Any] = json.loads(path.read_bytes())
-            check_layout(state, _PROGRESS_LAYOUT)
-            for name, split in state["splits"].items():
-                check_layout(split, SPLIT_LAYOUT, name)
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is damaged ({error}): remove {self.folder} to start anew"
-            ) from error
-        before = state["arguments"]
-        now = json.loads(json.dumps(self.arguments))
-        differences = [
-            f"  {key}: {before.get(key)!r} then, {now.get(key)!r} now"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
-        if differences:
-            lines = "\n".join(differences)
-            raise ValueError(
-                f"{self.folder} is an unfinished run with other arguments or sources:\n{lines}\n"
-                f"{again}"
-            )
-        return state
+    def _open_files(self) -> list[AppendedFile]:
+        writers = self.splits.values()
+        return [self.skip_file, *(file for writer in writers for file in writer.open_files())]
 
     def close(self) -> None:
-        for writer in self.splits.values():
-            writer.close()
-        self.skip_file.close()
+        """Closes all files after an error, even if some of them cannot be written any more."""
+        for file in self._open_files():
+            with suppress(OSError):
+                file.close()
 
 
 def in_validation(seed: int, document: int, share: float) -> bool:
@@ -465,78 +318,54 @@ def in_validation(seed: int, document: int, share: float) -> bool:
     return mix(seed, document) < share * 2.0**64
 
 
-def _character_start(stream: TokenStream, at: int, tokenizer: TextTokenizer) -> int:
-    """The first place from `at` on that is not inside a character (of at most four bytes)."""
-    for place in range(at, min(at + 4, stream.tokens)):
-        text = tokenizer.decode(stream.read(place, min(place + 8, stream.tokens)))
+def range_to_hold_out(
+    train: TokenStream, share: float, tokenizer: TextTokenizer
+) -> dict[str, Any] | None:
+    """The end of the last training document, for validation when no document was held out.
+
+    Takes that share of all tokens, but at most half of the document; None if that is no token.
+    """
+    document = int(train.ends[-2]) if train.documents > 1 else 0
+    count = min(max(1, round(share * train.tokens)), (train.tokens - document) // 2)
+    if count == 0:
+        return None
+    start = train.tokens - count
+    for place in range(start, min(start + 4, train.tokens)):
+        # The first token that does not begin inside a character, which has at most four bytes.
+        text = tokenizer.decode(train.read(place, min(place + 8, train.tokens)))
         if not text.startswith("\ufffd"):
-            return place
-    return at
-
-
-def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Iterator[_Batch]:
-    for batch in batches:
-        texts = [event.text for event in batch.events if isinstance(event, Piece)]
-        batch.ids = tokenizer.encode_batch(texts)
-        # The text is not needed any more, and may be larger than the tokens.
-        batch.events = [
-            Piece(event.name, "", event.size, event.last) if isinstance(event, Piece) else event
-            for event in batch.events
-        ]
-        yield batch
-
-
-def _check_arguments(validation: float, shard_tokens: int, max_documents: int | None) -> None:
-    if not (math.isfinite(validation) and 0 <= validation < 1):
-        raise ValueError(f"validation must be at least 0 and less than 1; got {validation}")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens must be at least 1; got {shard_tokens}")
-    if max_documents is not None and max_documents < 1:
-        raise ValueError(f"max_documents must be at least 1; got {max_documents}")
-
-
-def _units_identity(listing: Listing) -> dict[str, Any]:
-    identities = [unit.identity() for unit in listing.units]
+            start = place
+            break
+    decoder = tokenizer.stream_decoder()
+    size = 0
+    for at in range(start, train.tokens, 1 << 20):
+        ids = train.read(at, min(at + (1 << 20), train.tokens))
+        size += len(decoder.feed(ids.tolist()).encode())
+    size += len(decoder.finish().encode())
     return {
-        "count": len(identities),
-        "bytes": sum(unit.size for unit in listing.units),
-        "sha256": hashlib.sha256(canonical(identities)).hexdigest(),
+        "start": start,
+        "tokens": train.tokens - start,
+        "bytes": size,
+        "why": "no document fell to validation; it is the end of the last training document",
     }
 
 
-@contextmanager
-def _locked_folder(partial: Path, out: Path) -> Iterator[bool]:
-    """The folder of an unfinished run, which is kept from other runs; whether it was made here.
+class Prefetched(Generic[T]):
+    """Runs a generator in a thread, `depth` items ahead of the reader, who gets its exceptions.
 
-    Raises FileExistsError if there is something else of that name.
+    `close` ends the thread and closes the generator.
     """
-    is_new = False
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            partial.mkdir()
-            is_new = True
-        handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise type(error)(
-            error.errno, f"{partial}, where {out} grows, cannot be written: {error.strerror}"
-        ) from error
-    try:
-        lock(handle, f"another run is writing {partial}: wait for it, or stop it")
-        if out.exists() or not partial.exists():  # another run ended meanwhile
-            raise FileExistsError(f"{out} exists and is not overwritten")
-        if not _may_be_written(partial):
-            raise FileExistsError(
-                f"{partial} exists and is no unfinished run (it has no {PROGRESS_FILE}): "
-                "move it away, or choose another --out"
-            )
-        yield is_new
-    finally:
-        os.close(handle)
 
+    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
+        self._items = items
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._ahead = deque(self._thread.submit(next, items, None) for _ in range(depth))
 
-def _may_be_written(partial: Path) -> bool:
-    """Whether a run recorded itself here, or was killed before it could."""
-    return (partial / PROGRESS_FILE).exists() or all(
-        path.name.startswith(f".{PROGRESS_FILE}.") for path in partial.iterdir()
-    )
+    def __iter__(self) -> Iterator[T]:
+        while (item := self._ahead.popleft().result()) is not None:
+            self._ahead.append(self._thread.submit(next, self._items, None))
+            yield item
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._items.close()

@@ -2,19 +2,22 @@
 
 A corpus is a folder:
 
-    manifest.json               what it is made of; counts and hashes of everything below
+    manifest.json               what the corpus is made of; counts and hashes of the files below
     tokenizer.json
     train-00000.bin, ...        token ids, little-endian uint16 (vocabulary <= 65536) or uint32
     train-documents.bin         where each document ends in the split's token stream, uint64
     validation-00000.bin, ...   the same for the validation split
     validation-documents.bin
-    skipped.jsonl               every input that was left out, with the reason
+    skipped.jsonl               every input that was skipped, with the reason
 
-A split is one stream of tokens; documents and reads cross the borders of shards.
+A split is one stream of tokens; documents and reads cross the borders of shards. In a corpus of
+format version 2 no document was held out: the validation split is the end of the training stream,
+from the token `held_out.start` of the manifest on, and has no shards of its own.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -24,26 +27,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import hash_file
+from ..files import sha256_of, write_json
 
 if TYPE_CHECKING:
     from .tokenizer import TextTokenizer
 
 FORMAT = "trellis-corpus"
-FORMAT_VERSION = 1
+#: Documents were held out; the validation split is a range of the training stream.
+DOCUMENTS_HELD_OUT, RANGE_HELD_OUT = 1, 2
 SPLITS = ("train", "validation")
 MANIFEST_FILE = "manifest.json"
-#: In the folder of an unfinished run: how far it is.
+#: The record of an unfinished run, in its folder.
 PROGRESS_FILE = "progress.json"
 END_DTYPE = np.dtype("<u8")
 _AGAIN = "prepare the corpus again (`trellis data prepare`)"
 
-#: What `check_layout` compares with.
+
+class FileName:
+    """In a layout: the name of a file in the corpus's own folder, without a path."""
+
+
+#: The layouts that `check_layout` compares JSON values with.
 SPLIT_LAYOUT = {
     "tokens": int,
     "documents": int,
     "bytes": int,
-    "shards": [{"file": str, "tokens": int, "sha256": str}],
+    "shards": [{"file": FileName, "tokens": int, "sha256": str}],
 }
 _MANIFEST_LAYOUT = {
     "library_version": str,
@@ -53,41 +62,31 @@ _MANIFEST_LAYOUT = {
     "sources": [{"source": str, "files": int, "bytes": int}],
     "splits": {split: {**SPLIT_LAYOUT, "documents_sha256": str} for split in SPLITS},
     "held_out": ({"why": str},),
-    "skipped": {"count": int, "reasons": {}, "file": str, "size": int, "sha256": str},
+    "skipped": {"count": int, "reasons": {}, "file": FileName, "size": int, "sha256": str},
     "ignored": {},
 }
-
-
-def shard_name(split: str, index: int) -> str:
-    return f"{split}-{index:05d}.bin"
-
-
-def ends_name(split: str) -> str:
-    return f"{split}-documents.bin"
-
-
-def is_corpus(folder: str | Path) -> bool:
-    """Whether a folder is a corpus, or becomes one."""
-    for name in (MANIFEST_FILE, PROGRESS_FILE):
-        try:
-            content = json.loads(Path(folder, name).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(content, dict) and content.get("format") == FORMAT:
-            return True
-    return False
+_RANGE_LAYOUT = {"held_out": {"start": int, "tokens": int, "bytes": int}}
+_NAMES = {
+    dict: "an object", list: "a list", str: "a string", int: "a count", bool: "true or false"
+}  # fmt: skip
 
 
 def check_layout(found: Any, layout: Any, name: str = "the file") -> None:
-    """Raises ValueError naming what of a JSON value is missing, or not of its type.
+    """Raises ValueError that names the part of a JSON value that is missing or of another type.
 
-    layout: a type; {key: layout}, where other keys may be there too; [layout of every item]; or
-    (layout,) if it may be null. Whole numbers are counts and must not be negative.
+    layout: a type; FileName; {key: layout}, where the value may have other keys too; [layout of
+    every item]; or (layout,) if the value may be null. An int must not be negative.
     """
     if isinstance(layout, tuple):
         if found is None:
             return
         layout = layout[0]
+    if layout is FileName:
+        check_layout(found, str, name)
+        # A path would let a manifest name files outside its folder.
+        if found in ("", ".", "..") or set(found) & set("/\\:\0"):
+            raise ValueError(f"{name} must be the name of a file without a path; got {found!r}")
+        return
     kind: Any = layout if isinstance(layout, type) else type(layout)
     if type(found) is not kind or (kind is int and found < 0):
         raise ValueError(f"{name} must be {_NAMES[kind]}; got {found!r}")
@@ -101,24 +100,53 @@ def check_layout(found: Any, layout: Any, name: str = "the file") -> None:
             check_layout(item, layout[0], f"an item of {name}")
 
 
-_NAMES = {
-    dict: "an object", list: "a list", str: "a string", int: "a count", bool: "true or false"
-}  # fmt: skip
+def shard_name(split: str, index: int) -> str:
+    return f"{split}-{index:05d}.bin"
+
+
+def ends_name(split: str) -> str:
+    return f"{split}-documents.bin"
+
+
+def is_corpus(folder: str | Path) -> bool:
+    """Whether a folder is a corpus, finished or not."""
+    for name in (MANIFEST_FILE, PROGRESS_FILE):
+        try:
+            content = json.loads(Path(folder, name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(content, dict) and content.get("format") == FORMAT:
+            return True
+    return False
 
 
 class TokenStream:
-    """One split of a corpus. Cheap to pickle and safe to fork: files are mapped on first use."""
+    """The tokens of one split. Cheap to pickle and safe to fork: files are mapped on first use."""
 
     def __init__(self, folder: Path, split: str, entry: dict[str, Any], dtype: np.dtype) -> None:
+        """entry: the split's entry in the manifest. Only the shards it lists are read."""
         self.split = split
         self.tokens: int = entry["tokens"]
         self.documents: int = entry["documents"]
-        self.bytes: int = entry["bytes"]  # of text, in UTF-8
+        self.bytes: int = entry["bytes"]  # of the text in UTF-8
         self._dtype = dtype
         self._shards = [(folder / s["file"], s["tokens"]) for s in entry["shards"]]
-        self._starts = np.cumsum([0, *(tokens for _, tokens in self._shards)])
-        self._ends_path = folder / ends_name(split)
+        self._shard_starts = np.cumsum([0, *(tokens for _, tokens in self._shards)])
+        self._ends_file = folder / ends_name(split), self.documents
+        self._first, self._whole = 0, True  # where this stream begins; False after `cut`
         self._maps: dict[int, np.ndarray] = {}
+
+    def cut(self, start: int, size: int) -> tuple[TokenStream, TokenStream]:
+        """The tokens before `start` as a stream, and the rest, of `size` bytes, as "validation".
+
+        `start` must lie inside the last document: both streams get a part of it.
+        """
+        before, rest = copy.copy(self), copy.copy(self)
+        before._whole = rest._whole = False
+        before.tokens, before.bytes = start, self.bytes - size
+        rest.split, rest.documents, rest._first = "validation", 1, start
+        rest.tokens, rest.bytes = self.tokens - start, size
+        return before, rest
 
     def __len__(self) -> int:
         return self.tokens
@@ -127,13 +155,19 @@ class TokenStream:
         return f"TokenStream({self.split!r}, tokens={self.tokens}, documents={self.documents})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memmap would be the data itself.
+        # Pickling a memmap would pickle the data itself.
         return {**{k: v for k, v in self.__dict__.items() if k != "ends"}, "_maps": {}}
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
         """Where each document ends in the stream: uint64 [documents], never decreasing."""
-        return _map(self._ends_path, END_DTYPE, self.documents)
+        path, count = self._ends_file
+        ends = _map(path, END_DTYPE, count)
+        if self._whole:
+            return ends
+        stop = self._first + self.tokens
+        inside = ends[(ends > self._first) & (ends < stop)]
+        return np.append(inside, np.array(stop, END_DTYPE)) - END_DTYPE.type(self._first)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` as int64 [stop - start].
@@ -145,16 +179,14 @@ class TokenStream:
                 f"{self.split} tokens {start}:{stop} were asked for; start and stop must be in "
                 f"order and within 0:{self.tokens}"
             )
-        out = np.empty(stop - start, np.int64)
-        at = start
-        index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while at < stop:
-            first = int(self._starts[index])
-            end = min(stop, int(self._starts[index + 1]))
-            out[at - start : end - start] = self._shard(index)[at - first : end - first]
-            at = end
-            index += 1
-        return out
+        start, stop = start + self._first, stop + self._first
+        first = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
+        after = int(np.searchsorted(self._shard_starts, stop, side="left"))
+        parts = [np.empty(0, np.int64)]
+        for index in range(first, after):
+            offset = int(self._shard_starts[index])
+            parts.append(self._shard(index)[max(start - offset, 0) : stop - offset])
+        return np.concatenate(parts)
 
     def _shard(self, index: int) -> np.ndarray:
         if index not in self._maps:
@@ -170,24 +202,33 @@ class Corpus:
         self.path = folder
         self.manifest = manifest
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        dtype = np.dtype(manifest["dtype"])
-        splits = manifest["splits"]
-        self.train = TokenStream(folder, "train", splits["train"], dtype)
-        self.validation = TokenStream(folder, "validation", splits["validation"], dtype)
+        self._stored = [
+            TokenStream(folder, split, manifest["splits"][split], np.dtype(manifest["dtype"]))
+            for split in SPLITS
+        ]
+        self.train, self.validation = self._stored
+        if manifest["format_version"] == RANGE_HELD_OUT:
+            held_out = manifest["held_out"]
+            if not 0 < held_out["start"] == self.train.tokens - held_out["tokens"]:
+                raise ValueError(
+                    f"'held_out' must be a range that ends with the {self.train.tokens} training "
+                    f"tokens; it begins at {held_out['start']} and has {held_out['tokens']}"
+                )
+            self.train, self.validation = self.train.cut(held_out["start"], held_out["bytes"])
 
     def __repr__(self) -> str:
         return f"Corpus({str(self.path)!r}, {self.train!r}, {self.validation!r})"
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the manifest's content, hence of every token and of the tokenizer."""
+        """The sha256 of the manifest's content, hence of every token and of the tokenizer."""
         text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer that the corpus was made with.
 
-        Raises FileNotFoundError if its file is gone, ValueError if it is another one.
+        Raises FileNotFoundError if its file is missing, ValueError if it is another tokenizer.
         """
         from .tokenizer import FILE_NAME, TextTokenizer
 
@@ -207,22 +248,19 @@ class Corpus:
         return tokenizer
 
     def files(self) -> list[tuple[Path, int, str]]:
-        """Every data file: path, bytes that it must have, sha256."""
+        """Every data file: its path, the size in bytes that it must have, its sha256."""
         itemsize = np.dtype(self.manifest["dtype"]).itemsize
-        found = []
+        skipped = self.manifest["skipped"]
+        found = [(skipped["file"], skipped["size"], skipped["sha256"])]
         for split in SPLITS:
             entry = self.manifest["splits"][split]
-            for shard in entry["shards"]:
-                path = self.path / shard["file"]
-                found.append((path, shard["tokens"] * itemsize, shard["sha256"]))
+            found += [(s["file"], s["tokens"] * itemsize, s["sha256"]) for s in entry["shards"]]
             size = entry["documents"] * END_DTYPE.itemsize
-            found.append((self.path / ends_name(split), size, entry["documents_sha256"]))
-        skipped = self.manifest["skipped"]
-        found.append((self.path / skipped["file"], skipped["size"], skipped["sha256"]))
-        return found
+            found.append((ends_name(split), size, entry["documents_sha256"]))
+        return [(self.path / name, size, sha256) for name, size, sha256 in found]
 
     def check(self) -> None:
-        """What can be checked without reading the tokens: files, sizes, tokenizer, counts.
+        """Checks files, sizes, tokenizer and counts, without reading the tokens.
 
         Raises FileNotFoundError or ValueError, naming the file, what was found and expected.
         """
@@ -243,37 +281,36 @@ class Corpus:
                 raise ValueError(
                     f"{path} has {path.stat().st_size:,} bytes, expected {size:,}: {_AGAIN}"
                 )
-        for stream in (self.train, self.validation):
+        for stream in self._stored:
             last = int(stream.ends[-1]) if stream.documents else 0
-            counted = sum(s["tokens"] for s in self.manifest["splits"][stream.split]["shards"])
+            counted = int(stream._shard_starts[-1])
             if not last == stream.tokens == counted:
                 raise ValueError(
                     f"{self.path / ends_name(stream.split)} ends at token {last:,} and the shards "
                     f"have {counted:,}, expected {stream.tokens:,}: {_AGAIN}"
                 )
+        if not self.train._whole and len(self.train.ends) != self.train.documents:
+            raise ValueError(
+                f"{self.path / MANIFEST_FILE} is damaged: 'held_out' must begin inside the last "
+                f"training document; {_AGAIN}"
+            )
 
     def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Reads every file again and compares its hash with the manifest's.
 
-        progress: called with the file's name, the bytes done and the bytes in all.
+        progress: called after each file with its name, the bytes read so far and those in all.
         Raises ValueError naming every file that differs; FileNotFoundError if one is missing.
         """
         self.check()
         files = self.files()
-        total = sum(size for _, size, _ in files)
-        done = 0
+        done, total = 0, sum(size for _, size, _ in files)
         wrong = []
-        for path, _, expected in files:
-
-            def advance(count: int, name: str = path.name) -> None:
-                nonlocal done
-                done += count
-                if progress is not None:
-                    progress(name, done, total)
-
-            found = hash_file(path, advance=advance).hexdigest()
-            if found != expected:
+        for path, size, expected in files:
+            if (found := sha256_of(path)) != expected:
                 wrong.append(f"{path}: sha256 {found}, expected {expected}")
+            done += size
+            if progress is not None:
+                progress(path.name, done, total)
         if wrong:
             raise ValueError("\n".join([*wrong, f"the content was changed: {_AGAIN}"]))
 
@@ -294,22 +331,30 @@ def open_corpus(path: str | Path) -> Corpus:
         raise FileNotFoundError(f"{folder} is not a corpus: there is no {file.name}; {hint}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        found = (manifest["format"], manifest["format_version"])
+        form, version = manifest["format"], manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a manifest of a corpus ({error!r}): {_AGAIN}") from error
-    if found != (FORMAT, FORMAT_VERSION):
+    if form != FORMAT or version not in (DOCUMENTS_HELD_OUT, RANGE_HELD_OUT):
         raise ValueError(
-            f"{file} is of format {found[0]!r}, version {found[1]!r}; this library reads "
-            f"{FORMAT!r}, version {FORMAT_VERSION}: use the version of trellis that wrote it "
+            f"{file} is of format {form!r}, version {version!r}; this library reads "
+            f"{FORMAT!r}, version 1 or 2: use the version of trellis that wrote it "
             f"({manifest.get('library_version')}), or {_AGAIN}"
         )
     try:
         check_layout(manifest, _MANIFEST_LAYOUT)
+        if version == RANGE_HELD_OUT:
+            check_layout(manifest, _RANGE_LAYOUT)
         corpus = Corpus(folder, manifest)
-    except (ValueError, TypeError) as error:  # TypeError: a dtype that there is not
+    except (ValueError, TypeError) as error:  # TypeError: numpy has no such dtype
         raise ValueError(f"{file} is damaged: {error}; {_AGAIN}") from error
     corpus.check()
     return corpus
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest of a corpus. `content` has everything but the format."""
+    version = RANGE_HELD_OUT if content["held_out"] else DOCUMENTS_HELD_OUT
+    write_json(folder / MANIFEST_FILE, {"format": FORMAT, "format_version": version, **content})
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Pseudo-random numbers and orders that are pure functions of their arguments, stable for ever."""
+"""Pseudo-random numbers and orders that depend only on their arguments and never change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """64 well-mixed bits of some whole numbers (splitmix64)."""
+    """A 64-bit hash of some whole numbers (splitmix64)."""
     state = 0
     for number in numbers:
         state = _finish((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
@@ -22,7 +22,7 @@ def _finish(x: int) -> int:
 
 
 def mixed_range(count: int, seed: int) -> np.ndarray:
-    """mix of `seed` and of every number below `count`, all at once; not equal to `mix`'s bits."""
+    """Hashes of `seed` with every number below `count`, as uint64; `mix` gives other numbers."""
     with np.errstate(over="ignore"):
         x = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(mix(seed))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -31,9 +31,10 @@ def mixed_range(count: int, seed: int) -> np.ndarray:
 
 
 def shuffled(index: int, count: int, seed: int) -> int:
-    """Where `index` goes in a shuffle of `count` things, without listing them.
+    """The place of item `index` in a shuffle of `count` items, without a list of them.
 
-    A four-round Feistel network on the next power of four, walked until it falls below count.
+    A Feistel network of four rounds permutes the numbers below the next power of four. It is
+    applied again until the result is below `count`.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1

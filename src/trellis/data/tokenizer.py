@@ -1,4 +1,7 @@
-"""Text to token ids and back: bytes, a `tokenizer.json`, or a tokenizer of the Hugging Face hub."""
+"""Text to token ids and back: bytes, a `tokenizer.json`, or a tokenizer of the Hugging Face hub.
+
+`train_tokenizer` makes a byte-level BPE tokenizer from the sources that `prepare_corpus` reads.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,21 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..files import write_whole
-from .pieces import cut, safe_place
+from .documents import Piece, Skip
+from .pieces import AFTER_NEWLINE_OR_BEFORE_SPACE, cut, safe_place
+from .sources import LeftOut, Meter, list_sources, read_unit
 
 try:
     import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "trellis.data needs tokenizers: pip install 'trellis-memory[models]'", name=error.name
@@ -27,27 +34,30 @@ END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 FILE_NAME = "tokenizer.json"
 
+#: The smallest vocabulary that is trained has every byte and the end of a document. The largest is
+#: far above any in use; the library reserves memory for it at once.
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1 << 24
+
+#: Long texts are encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 15
-#: Text in one call of the library. It needs some 50 times as much memory, so it is bounded.
+#: How much text one call of the library encodes; it needs some 50 times as much memory.
 _CALL_CHARACTERS = (1 << 19) * min(os.cpu_count() or 1, 32)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that holds every id of a vocabulary: little-endian uint16 or uint32."""
+    """The type for the ids of a vocabulary: little-endian uint16 if they fit, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class TextTokenizer:
-    """A `tokenizers.Tokenizer`, with the end of a document and fast encoding of long texts.
+    """A `tokenizers.Tokenizer` that knows the end of a document and encodes long texts fast.
 
-    Special tokens are neither added nor recognised: a text that spells out `<|endoftext|>` is text.
+    Special tokens are neither added nor recognised: the characters `<|endoftext|>` in a text are
+    encoded like any others.
     """
 
     def __init__(self, source: str, name: str) -> None:
-        """`source` is the content of a tokenizer.json.
-
-        Raises ValueError if it is not one.
-        """
+        """source: the content of a tokenizer.json. Raises ValueError if it is not valid."""
         try:
             self.json: dict[str, Any] = json.loads(source)
             inner = tokenizers.Tokenizer.from_str(source)
@@ -55,7 +65,7 @@ class TextTokenizer:
             raise ValueError(
                 f"tokenizer {name!r} is not a valid tokenizer.json: {error}"
             ) from error
-        # Text goes in whole and alone, whatever the file was saved with.
+        # Texts are neither cut nor padded, even if the file says so.
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True
@@ -82,32 +92,27 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, as `dtype` [T]; long texts use all cores."""
+        """The ids of each text, as `dtype` [T]. Long texts are encoded by all cores."""
         if self._bytes:
             return [np.frombuffer(t.encode(), np.uint8).astype(self.dtype) for t in texts]
         place = self._place
         if place is None:
             return self._encode_whole(texts)
-        pieces: list[str] = []
-        counts = []
-        for text in texts:
-            before = len(pieces)
-            pieces.extend(cut(text, place, _PIECE_CHARACTERS))
-            counts.append(len(pieces) - before)
-        encoded = iter(self._encode_whole(pieces))
-        parts = ([next(encoded) for _ in range(count)] for count in counts)
+        pieces = [list(cut(text, place, _PIECE_CHARACTERS)) for text in texts]
+        encoded = iter(self._encode_whole([piece for some in pieces for piece in some]))
+        parts = ([next(encoded) for _ in some] for some in pieces)
         return [p[0] if len(p) == 1 else np.concatenate(p) for p in parts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def stream_decoder(self) -> StreamDecoder:
-        """A decoder for ids that arrive one by one."""
+        """A new decoder for ids that arrive one by one."""
         return StreamDecoder(self)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes `tokenizer.json` into a folder, which is made if need be."""
+        """Writes `tokenizer.json` to a folder, which is made if it does not exist."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(self.json, ensure_ascii=False).encode())
@@ -115,13 +120,13 @@ class TextTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes of each id (special tokens: none), for byte-level tokenizers; else None."""
+        """The bytes of each id (special tokens have none); None if it is not a byte-level BPE."""
         if (self.json.get("decoder") or {}).get("type") != "ByteLevel":
             return None
         value = {character: byte for byte, character in enumerate(_byte_alphabet())}
         table = [b""] * self.vocab_size
         for token, i in self.inner.get_vocab(with_added_tokens=False).items():
-            # A character that stands for no byte is itself, as in the library's decoder.
+            # The library's decoder keeps characters that stand for no byte, too.
             table[i] = b"".join(bytes([value[c]]) if c in value else c.encode() for c in token)
         for i, added in self.inner.get_added_tokens_decoder().items():
             table[i] = b"" if added.special else added.content.encode()
@@ -150,20 +155,20 @@ class TextTokenizer:
 
 
 class StreamDecoder:
-    """Fed with ids, returns text as soon as it is complete: a character may span several tokens."""
+    """Turns ids into text as they arrive; a character may need several ids to be complete."""
 
-    #: Ids that are held back for one character; what has not become one by then never will.
+    #: How many ids are held back until they form a character; after these they never will.
     _HELD = 8
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._table = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._context: list[int] = []  # ids whose text was returned, for what depends on neighbours
+        self._context: list[int] = []  # ids before the pending ones, whose text may depend on them
         self._pending: list[int] = []
 
     def feed(self, ids: int | Iterable[int]) -> str:
-        """The text that these ids complete; may be empty."""
+        """The text that these ids complete, which may be empty."""
         new = [ids] if isinstance(ids, (int, np.integer)) else ids
         if self._table is not None:
             table = self._table
@@ -171,7 +176,7 @@ class StreamDecoder:
         return "".join(self._step(int(i)) for i in new)
 
     def finish(self) -> str:
-        """What is left, with U+FFFD for an incomplete character."""
+        """The rest of the text, with U+FFFD for an incomplete character."""
         if self._table is not None:
             return self._utf8.decode(b"", final=True)
         text = self._pending_text()
@@ -193,10 +198,10 @@ class StreamDecoder:
 
 
 def load_tokenizer(name: str | Path) -> TextTokenizer:
-    """`bytes`, the path of a tokenizer.json or of a folder that has one, or a name on the hub.
+    """Loads `bytes`, a tokenizer.json, the one in a folder, or a tokenizer by its name on the hub.
 
-    Raises FileNotFoundError if a path has no tokenizer, and ValueError if what is found is not a
-    tokenizer or the hub does not give one.
+    Raises FileNotFoundError if a path has no tokenizer, and ValueError if a file is not a tokenizer
+    or the hub does not have one.
     """
     name = str(name)
     if name == "bytes":
@@ -226,11 +231,87 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     return TextTokenizer(inner.to_str(), name)
 
 
+def train_tokenizer(
+    sources: Sequence[str | Path],
+    vocab_size: int,
+    out: str | Path,
+    *,
+    text_field: str = "text",
+    progress: Callable[[int, int], None] | None = None,
+    skipped: Callable[[Skip], None] | None = None,
+    ignored: Callable[[Counter[str]], None] | None = None,
+) -> TextTokenizer:
+    """Trains with GPT-2's pre-tokenizer and writes `out`, a folder or a path that ends in .json.
+
+    progress: called with the documents and the bytes of text read so far.
+    skipped: called with each input that cannot be read.
+    ignored: called at the end with how many files of each kind were ignored.
+
+    Raises FileExistsError if the file exists, another OSError if it cannot be written, ValueError
+    if `vocab_size` is out of range or the sources have no text, and what `list_sources` raises.
+    """
+    path = Path(out)
+    if path.suffix != ".json":
+        path = path / FILE_NAME
+    _check_output(path)
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes and {END_OF_DOCUMENT}) "
+            f"and at most {LARGEST_VOCABULARY}; got {vocab_size}"
+        )
+    listing = list_sources(sources)
+    left_out = LeftOut(listing, skipped)
+    documents = size = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal documents, size
+        for unit in listing.units:
+            for event in read_unit(unit, text_field, Meter()):
+                if not isinstance(event, Piece):
+                    left_out.add(event)
+                    continue
+                documents += event.last
+                size += event.size
+                # In pieces, since the library collects hundreds of texts at a time.
+                yield from cut(event.text, AFTER_NEWLINE_OR_BEFORE_SPACE, 1 << 15)
+                if progress is not None:
+                    progress(documents, size)
+
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts(), trainer)
+    if documents == 0:
+        raise left_out.no_documents()
+    if ignored is not None:
+        ignored(left_out.all_ignored())
+    tokenizer = TextTokenizer(inner.to_str(), str(out))
+    _check_output(path)  # again: reading took its time
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, inner.to_str(pretty=False).encode())
+    return tokenizer
+
+
+def _check_output(path: Path) -> None:
+    """Raises FileExistsError if the file exists, OSError if it cannot be written."""
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(f"{path} exists: remove it or choose another --out")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{path} cannot be written: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written: no permission to write to {folder}")
+
+
 def canonical(content: Any) -> bytes:
     """JSON whose bytes depend on the content alone, for hashes."""
-    return json.dumps(
-        content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode()
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 @functools.cache
@@ -239,14 +320,12 @@ def bytes_sha256() -> str:
 
 
 def _bytes_json() -> dict[str, Any]:
-    """Byte values as ids, as a tokenizer.json: BPE without merges. Written out, not saved by the
-    library, so that its hash stays the same in every version of it."""
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
+    """The tokenizer.json of `bytes`, whose ids are byte values: BPE without merges.
+
+    It is spelled out here so that its hash does not depend on the version of the library.
+    """
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+             "use_regex": False}  # fmt: skip
     end = {"id": 256, "content": END_OF_DOCUMENT, "single_word": False, "lstrip": False,
            "rstrip": False, "normalized": False, "special": True}  # fmt: skip
     vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
@@ -262,7 +341,7 @@ def _bytes_json() -> dict[str, Any]:
 
 @functools.cache
 def _byte_alphabet() -> list[str]:
-    """GPT-2's printable character of each byte: itself if it is printable, else one from U+0100."""
+    """GPT-2's character for each byte: its own if that is printable, else one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + n) for n in range(256))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import figures
-from ..data.haystack import Haystack, read_haystack
-from ..data.needles import ANSWER_TOKENS, VARIANTS, Needles, check_variants, words_sha256
+from ..data.needles import (
+    ANSWER_TOKENS,
+    VARIANTS,
+    Haystack,
+    Needles,
+    check_variants,
+    read_haystack,
+    words_sha256,
+)
 from .niah import check_length, retrieve
 from .output import print_table, progress
 from .record import Records, slug
