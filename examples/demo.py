@@ -16,10 +16,10 @@ import torch
 from trellis.data import Corpus, prepare_corpus, train_tokenizer
 from trellis.figures import figure
 from trellis.models.modeling import TrellisForCausalLM
+from trellis.models.sampling import generate
 from trellis.training.metrics import read_metrics
 from trellis.training.recipe import load_recipe
 from trellis.training.run import load_run, train
-from trellis.training.sampling import generate
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
 VOCABULARY = 2048

@@ -5,21 +5,21 @@ import json
 import pytest
 from tests.test_cli import run
 
-from trellis.bench import measure, mixers, ops, peers
+from trellis.bench import measure, mixers, ops
 from trellis.mixers import MIXERS
 
 
-@pytest.mark.parametrize("name", peers.ALL)
+@pytest.mark.parametrize("name", ops.ALL)
 def test_every_op_runs_forward_and_backward(name):
-    made = peers.ALL[name](peers.Sizes(batch=1, heads=2, size=16), 70)
-    peers.forward(made)
-    peers.both_ways(made)
+    made = ops.ALL[name](ops.Sizes(batch=1, heads=2, size=16), 70)
+    ops.forward(made)
+    ops.both_ways(made)
     assert all(leaf.grad is not None for leaf in made[1])
 
 
 def test_bench_ops_prints_tables_and_writes_files(tmp_path, monkeypatch):
     few = ["SDPA causal", "trellis exact, native"]
-    monkeypatch.setattr(peers, "ALL", {name: peers.ALL[name] for name in few})
+    monkeypatch.setattr(ops, "ALL", {name: ops.ALL[name] for name in few})
     monkeypatch.setattr(mixers, "WIDTH", 64)
     monkeypatch.setattr(mixers, "HEADS", 2)
     lines = []
@@ -43,9 +43,9 @@ def test_a_peer_that_fails_is_named_and_left_out(monkeypatch):
         raise RuntimeError("no GPU")
 
     ours = "trellis exact, native"
-    monkeypatch.setattr(peers, "ALL", {"broken": broken, ours: peers.ALL[ours]})
+    monkeypatch.setattr(ops, "ALL", {"broken": broken, ours: ops.ALL[ours]})
     lines = []
-    made = ops._runnable(peers.Sizes(batch=1, heads=1, size=16), 32, lines.append)
+    made = ops._runnable(ops.Sizes(batch=1, heads=1, size=16), 32, lines.append)
     assert list(made) == [ours]
     assert lines == ["| 32 | | broken | does not run here: no GPU | |"]
 

@@ -1,7 +1,7 @@
 """What the tests of the fused pointwise ops share."""
 
 import torch
-from tests.support import relative_rms
+from tests.support import projection, relative_rms
 
 #: Largest relative RMS error of fp32 against fp64.
 FP32 = 2e-5
@@ -13,10 +13,7 @@ def run(function, leaves, dtype=torch.float64):
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
-    seen = [(o, w.to(dtype)) for o, w in zip(outputs, weights) if o.requires_grad]
-    torch.autograd.backward([o for o, _ in seen], [w for _, w in seen])
+    projection(outputs).backward()
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     return [*(o.detach() for o in outputs), *gradients]
 

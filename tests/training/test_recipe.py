@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.training.helpers import TABLE, write_toml
+from tests.support import TABLE, write_toml
 
 from trellis.mixers import MIXERS
 from trellis.models.presets import count_parameters
+from trellis.training.optimization import context_at, learning_rate
 from trellis.training.recipe import from_dict, load_recipe, override
-from trellis.training.schedule import context_at, learning_rate
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WHOLE = sorted(

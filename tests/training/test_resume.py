@@ -12,13 +12,14 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.helpers import (
+from tests.support import (
     command,
     comparable,
     environment,
+    make_corpus,
     recipe,
+    recipe_table,
     run_command,
-    table,
     write_toml,
 )
 
@@ -55,7 +56,7 @@ def assert_identical(run, other):
 def kill_and_resume(corpus, tmp_path, kills, seed, **sections):
     """Kill -9 a run at random moments and resume it; returns (interrupted, undisturbed)."""
     chance = random.Random(seed)
-    file = write_toml(tmp_path / "recipe.toml", table(corpus, **sections))
+    file = write_toml(tmp_path / "recipe.toml", recipe_table(corpus, **sections))
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "interrupted"
     start = time.monotonic()
     out = run_command("train", file, "--out", undisturbed)
@@ -141,7 +142,7 @@ def test_resuming_from_the_middle_is_exact(corpus, tmp_path, sections):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_cleanly(corpus, tmp_path, number):
-    long = table(corpus, train={"steps": 100000}, checkpoint={"every": 0})
+    long = recipe_table(corpus, train={"steps": 100000}, checkpoint={"every": 0})
     file = write_toml(tmp_path / "recipe.toml", long)
     run = tmp_path / "run"
     process = subprocess.Popen(
@@ -206,8 +207,6 @@ def test_another_recipe_or_text_is_refused(finished, corpus, tmp_path):
         train(recipe(corpus, train={"learning_rate": 1.0}), finished, resume=True)
     with pytest.raises(ValueError, match="has finished its 20 steps already"):
         train(recipe(corpus), finished, resume=True)
-    from tests.training.helpers import make_corpus
-
     other = make_corpus(tmp_path, documents=20)
     with pytest.raises(ValueError, match=r"is not the text that .* was trained on"):
         train(recipe(other, train={"steps": 30}), finished, resume=True)

@@ -5,29 +5,28 @@ import sys
 
 import pytest
 import torch
-from tests.training.helpers import (
+from tests.support import (
     TEXT,
     comparable,
     losses,
     make_corpus,
     recipe,
+    recipe_table,
     run_command,
-    table,
     write_toml,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trellis.cli import main
 from trellis.data import prepare_corpus, train_tokenizer
+from trellis.evaluation.comparison import draw_losses
 from trellis.mixers.base import names_without_weight_decay
 from trellis.models.cache import TrellisCache
+from trellis.models.sampling import generate
 from trellis.training.distributed import Processes
-from trellis.training.metrics import ProgressLine, clock, read_metrics
-from trellis.training.optimizer import decayed_names
-from trellis.training.plot import draw_losses
+from trellis.training.metrics import ProgressLine, clock, read_metrics, validate
+from trellis.training.optimization import decayed_names
 from trellis.training.run import export, load_run, train
-from trellis.training.sampling import generate
-from trellis.training.validation import validate
 
 #: The default mixer on a fixed text: 30 steps, fp32. The tolerance leaves room for the order of
 #: sums of other processors and thread counts, which the memory's first tokens amplify.
@@ -289,7 +288,7 @@ def test_text_without_a_validation_part(tmp_path, capsys):
 def broken(corpus, tmp_path, what):
     """A recipe whose inputs are broken in one way; returns (arguments, message)."""
     own = make_corpus(tmp_path)
-    values = table(own)
+    values = recipe_table(own)
     arguments = []
     manifest = own.path / "manifest.json"
     if what == "no corpus":

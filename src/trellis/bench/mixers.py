@@ -1,4 +1,4 @@
-"""Whole mixers in turn, forward and backward, beside the layers that transformers has."""
+"""Every mixer as a whole layer, forward and backward, beside the same layers of transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import measure
 
 WIDTH, HEADS, BATCH = 768, 12, 2
 
-#: Attention, and what transformers computes, takes too long past so many tokens.
+#: Past so many tokens only the bounded mixers are timed: the others take too long.
 LONGEST = 16384
 BOUNDED = [name for name in MIXERS if name != "transformer"]
 
-#: What is timed: a function of the input [B, T, WIDTH], and the module whose gradients it leaves.
+#: What is timed: a function of the input [B, T, WIDTH], and the module that has the weights.
 Layer = tuple[Callable[[Tensor], Tensor], nn.Module]
 
 
@@ -70,7 +70,7 @@ def gated_delta_net_layer() -> Layer:
     return layer, layer
 
 
-#: mixer -> the layer of transformers that is the same
+#: For a mixer, the layer of transformers that computes the same.
 PEERS: dict[str, Callable[[], Layer]] = {
     "transformer": llama_attention,
     "mamba2": mamba2_layer,
@@ -79,7 +79,7 @@ PEERS: dict[str, Callable[[], Layer]] = {
 
 
 def run(lengths: list[int], rounds: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Times of every mixer, and of its peer where transformers has one."""
+    """Times every mixer, and the layer of transformers that computes the same if there is one."""
     report(f"\nWhole mixers, width {WIDTH}, B={BATCH}, forward+backward\n")
     layers = _layers(report)
     report("| T | mixer | median (range) | the same in transformers | this / transformers |")
@@ -102,7 +102,7 @@ def run(lengths: list[int], rounds: int, report: Callable[[str], None]) -> list[
 
 
 def _layers(report: Callable[[str], None]) -> dict[str, Layer]:
-    """Ours, and the peers where they can run; where not, why."""
+    """Our layers, and those of transformers; if these cannot run, `report` is told why."""
     layers = {name: ours(name) for name in MIXERS}
     if not importlib.util.find_spec("transformers"):
         report("transformers is not installed: there is nothing to compare with\n")

@@ -3,11 +3,17 @@ import math
 
 import numpy as np
 import pytest
-from tests.training.helpers import make_corpus, recipe
+from tests.support import make_corpus, recipe
 
-from trellis.training.bigram import bigram_loss
-from trellis.training.comparison import compare
+from trellis.evaluation.comparison import bigram_loss, compare
+from trellis.training import loop
 from trellis.training.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch):
+    """Measuring the machine's peak takes a second per run."""
+    monkeypatch.setitem(loop.PEAK_SIZES, "cpu", 256)
 
 
 class Documents:
