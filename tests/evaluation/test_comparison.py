@@ -1,10 +1,12 @@
 import json
 import math
+import signal
 
 import numpy as np
 import pytest
 from tests.support import make_corpus, recipe
 
+from trellis.evaluation import comparison
 from trellis.evaluation.comparison import bigram_loss, compare
 from trellis.training import loop
 from trellis.training.metrics import read_metrics
@@ -90,6 +92,18 @@ def test_a_run_that_diverges_shows(tmp_path):
     assert row["last_loss"] is None
     assert row["skipped_steps"] == 4
     assert any("not finite" in line for line in said)
+
+
+def test_a_signal_stops_the_comparison_and_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise loop.Interrupted("stopped", signal.SIGINT)
+
+    monkeypatch.setattr(comparison, "train", interrupted)
+    said = []
+    with pytest.raises(loop.Interrupted) as stopped:
+        compare(recipe(make_corpus(tmp_path)), ["trellis"], tmp_path / "runs", said.append)
+    assert stopped.value.exit_code == 130
+    assert said[-1] == f"stopped in {tmp_path / 'runs' / 'trellis'}; the same command goes on"
 
 
 def test_what_cannot_be_compared_is_said_before_anything_is_written(tmp_path):

@@ -104,6 +104,14 @@ def test_settings_and_files_that_are_no_recipe(tmp_path):
     path = write_toml(tmp_path / "r.toml", made())
     with pytest.raises(ValueError, match=r"--set must be section\.key=value; got 'train\.steps'"):
         load_recipe(path, ["train.steps"])
+    with pytest.raises(ValueError, match=r"--set train\.steps=\[1,: .* is not valid TOML"):
+        load_recipe(path, ["train.steps=[1,"])
+    with pytest.raises(ValueError, match=r"train\.steps must be a whole number; got '1e'"):
+        load_recipe(path, ["train.steps=1e"])
+    (tmp_path / "twice.toml").write_text("[[model]]\nhidden_size = 32\n")
+    said = r"model must be one section, \[model\]; got a list of 1, as \[\[model\]\] makes it"
+    with pytest.raises(ValueError, match=said):
+        load_recipe(tmp_path / "twice.toml")
     with pytest.raises(FileNotFoundError, match=r"there is no recipe .*none\.toml"):
         load_recipe(tmp_path / "none.toml")
     (tmp_path / "broken.toml").write_text("[train\n")
