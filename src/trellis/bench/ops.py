@@ -1,12 +1,10 @@
 """`trellis bench ops` and `chunked`: the memory op beside its peers, in one process.
 
-Every op is made by a function of the sizes and the number of tokens that returns (call, leaves):
-`call()` gives the output, and `leaves` are the tensors whose gradients its backward computes.
+Every op is made by a function of the sizes and the number of tokens.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -23,9 +21,9 @@ from .. import machine
 from ..figures import figure
 from ..ops import MemoryState, trellis_memory, trellis_memory_step
 from . import measure, mixers
+from .measure import Made, both_ways, forward
 
 Report = Callable[[str], None]
-Made = tuple[Callable[[], Tensor], list[Tensor]]
 
 
 @dataclass
@@ -89,27 +87,16 @@ def mamba2(sizes: Sizes, tokens: int) -> Made:
     return call, [x, dt, b, c]
 
 
-def fla_gated_delta_rule(sizes: Sizes, tokens: int) -> Made:
-    from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
-
-    q, k, v, _, decay, step = memory_inputs(sizes, tokens)
-    return (
-        lambda: naive_chunk_gated_delta_rule(q, k, v, decay, step)[0],
-        [q, k, v, decay, step],
-    )
-
-
 OURS = {
     "trellis exact, native": memory("native", "exact"),
     "trellis stale, native": memory("native", "stale"),
     "trellis exact, chunked": memory("chunked", "exact"),
 }
-PEERS: dict[str, Callable[[Sizes, int], Made]] = {"SDPA causal": attention}
-if importlib.util.find_spec("transformers"):
-    PEERS["Gated DeltaNet (transformers)"] = gated_delta_rule
-    PEERS["Mamba2 (transformers)"] = mamba2
-if importlib.util.find_spec("fla"):
-    PEERS["Gated DeltaNet (fla, naive)"] = fla_gated_delta_rule
+PEERS: dict[str, Callable[[Sizes, int], Made]] = {
+    "SDPA causal": attention,
+    "Gated DeltaNet (transformers)": gated_delta_rule,
+    "Mamba2 (transformers)": mamba2,
+}
 #: What `trellis bench ops` measures.
 ALL = {**PEERS, **OURS}
 #: What `trellis bench chunked` measures.
@@ -121,20 +108,6 @@ PORTABLE = {
 #: Ops whose time grows beyond reason are left out past so many tokens; the native ones never are.
 LONGEST = {"SDPA causal": 16384}
 LONGEST_OTHER = 8192
-
-
-def forward(made: Made) -> None:
-    with torch.no_grad():
-        made[0]()
-
-
-def both_ways(made: Made) -> None:
-    """The forward and the backward."""
-    call, leaves = made
-    for leaf in leaves:
-        leaf.grad = None
-    y = call()
-    y.backward(torch.ones_like(y))
 
 
 #: What is timed, and its multiplications as a multiple of the forward's: the backward is counted

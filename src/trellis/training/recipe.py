@@ -175,11 +175,9 @@ class TrainSection:
         checks.choice("train.strategy", self.strategy, STRATEGIES)
         checks.choice("train.device", self.device, DEVICES)
         for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
-            if getattr(self, name) is not None:
-                checks.at_least(f"train.{name}", getattr(self, name), 1)
+            checks.at_least(f"train.{name}", getattr(self, name), 1, optional=True)
         for name in ("tokens", "batch_tokens"):
-            if getattr(self, name) is not None:
-                checks.at_least(f"train.{name}", getattr(self, name), 1, whole=False)
+            checks.at_least(f"train.{name}", getattr(self, name), 1, whole=False, optional=True)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "epsilon", "clip"):
             checks.at_least(f"train.{name}", getattr(self, name), 0, whole=False)
         checks.share("train.warmup", self.warmup)
@@ -397,11 +395,8 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
 
 def _section_of(key: str) -> str | None:
     """The right name of a key that stands in a wrong section, such as "data.context"."""
-    for section in dataclasses.fields(Recipe):
-        cls = typing.get_type_hints(Recipe)[section.name]
-        if key in typing.get_type_hints(cls):
-            return f"{section.name}.{key}"
-    return None
+    sections = typing.get_type_hints(Recipe).items()
+    return next((f"{name}.{key}" for name, cls in sections if hasattr(cls(), key)), None)
 
 
 def _typed(value: Any, wanted: Any, name: str) -> Any:
