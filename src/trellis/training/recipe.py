@@ -395,8 +395,10 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
 
 def _section_of(key: str) -> str | None:
     """The right name of a key that stands in a wrong section, such as "data.context"."""
-    sections = typing.get_type_hints(Recipe).items()
-    return next((f"{name}.{key}" for name, cls in sections if hasattr(cls(), key)), None)
+    for name, cls in typing.get_type_hints(Recipe).items():
+        if key in typing.get_type_hints(cls):
+            return f"{name}.{key}"
+    return None
 
 
 def _typed(value: Any, wanted: Any, name: str) -> Any:
