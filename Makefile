@@ -65,9 +65,9 @@ wheel: setup
 
 bench: setup
 	$(BIN)/trellis bench ops --out runs/bench
-	$(BIN)/python benchmarks/chunked_op.py
-	$(BIN)/python benchmarks/training_step.py recipes/books.toml
-	$(BIN)/python benchmarks/stream.py --figure docs/figures/stream.png
+	$(BIN)/trellis bench chunked
+	$(BIN)/trellis bench training recipes/books.toml
+	$(BIN)/trellis bench stream --figure docs/figures/stream.png
 
 clean:
 	rm -rf $(VENV) $(FLA_VENV) dist build

@@ -1,11 +1,13 @@
 """`make demo`: from text to a trained model, and what its bounded memory is good for.
 
-Prepares Python's own standard library, trains a small Trellis and a Transformer++ of the same size
-on the same tokens, samples, and measures what reading on costs both. Writes to runs/demo.
+Prepares the text of Python's standard library, trains a small Trellis and a Transformer++ of the
+same size on the same tokens, generates text, and measures the memory and the time that a token
+costs both after ever more tokens. Writes to runs/demo.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -14,18 +16,18 @@ from typing import NamedTuple
 import torch
 
 from trellis.data import Corpus, prepare_corpus, train_tokenizer
+from trellis.evaluation.comparison import compare
 from trellis.figures import figure
 from trellis.models.modeling import TrellisForCausalLM
-from trellis.training.metrics import read_metrics
+from trellis.models.sampling import generate
 from trellis.training.recipe import load_recipe
-from trellis.training.run import load_run, train
-from trellis.training.sampling import generate
+from trellis.training.run import load_run
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
 VOCABULARY = 2048
-#: Where the cost of reading on is measured, in tokens read.
+#: Numbers of tokens read after which memory and time are measured.
 MARKS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
-#: Attention reads as far as it gets in this time.
+#: Attention reads for so long; its time per token grows.
 ATTENTION_SECONDS = 60
 DECODED = 20  # tokens per measurement
 PROMPT = "def read_file(path):\n"
@@ -41,24 +43,19 @@ def main() -> None:
     started = time.monotonic()
     out = _free(Path("runs/demo"))
     corpus = prepare(out)
-    trellis = train_model(out, corpus, "trellis")
-    attention = train_model(out, corpus, "transformer")
-    compare(trellis, attention)
+    train_both(out, corpus)
+    trellis, attention = out / "trellis", out / "transformer"
     sample(trellis)
     read_on(out, corpus, {"trellis": trellis, "transformer": attention})
     print(f"\n{time.monotonic() - started:.0f} seconds in all. Try next:\n")
     print(f'  .venv/bin/trellis generate {trellis} --prompt "import "')
-    print(f"  .venv/bin/trellis plot {trellis} {attention} --out {out}/loss.png")
     print(f"  .venv/bin/trellis train {trellis} --resume --set train.steps=400")
 
 
 def _free(path: Path) -> Path:
-    """The path, or the next one that is not taken: what an earlier demo left stays."""
-    number = 2
-    chosen = path
-    while chosen.exists():
-        chosen, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return chosen
+    """The path, or path-2, path-3, ...: nothing of an earlier demo is overwritten."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], others) if not p.exists())
 
 
 def heading(text: str, command: str = "") -> None:
@@ -82,27 +79,15 @@ def prepare(out: Path) -> Corpus:
     return corpus
 
 
-def train_model(out: Path, corpus: Corpus, mixer: str) -> Path:
-    run = out / mixer
-    named = "" if mixer == "trellis" else f" --set model.mixer={mixer}"
-    heading(f"Training: {mixer}", f"train {RECIPE.parent.name}/{RECIPE.name}{named} --out {run}")
+def train_both(out: Path, corpus: Corpus) -> None:
+    """Trains both mixers, into OUT/trellis and OUT/transformer, and prints a table of losses."""
+    mixers = ["trellis", "transformer"]
+    heading(
+        "Training: Trellis, and a Transformer++ of the same size on the same tokens",
+        f"compare recipes/{RECIPE.name} --mixers {','.join(mixers)} --out {out}",
+    )
     recipe = load_recipe(RECIPE, [f"data.path={json.dumps(str(corpus.path))}"])
-    recipe.model.mixer = mixer
-    return train(recipe, run)
-
-
-def compare(*runs: Path) -> None:
-    heading("Validation, after the same tokens")
-    print("| mixer | parameters | first loss | last loss | validation perplexity |")
-    print("|---|---|---|---|---|")
-    for run in runs:
-        records = read_metrics(run)
-        losses = [record["loss"] for record in records if "loss" in record]
-        last = [record for record in records if "validation_loss" in record][-1]
-        model, _ = load_run(run)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        print(f"| {run.name} | {count:,} | {losses[0]:.3f} | {losses[-1]:.3f} "
-              f"| {last['validation_perplexity']:.2f} |")  # fmt: skip
+    compare(recipe, mixers, out, print)
 
 
 def sample(run: Path) -> None:
@@ -133,10 +118,7 @@ def read_on(out: Path, corpus: Corpus, runs: dict[str, Path]) -> None:
 
 @torch.no_grad()
 def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -> list[Point]:
-    """The cache and the time of a decoded token at each mark, until the time limit is over.
-
-    Reading is cut into segments, so that the limit is kept; nothing is extrapolated.
-    """
+    """The size of the cache and the time of a decoded token at each mark within the time limit."""
     cache, points = model.init_cache(1), []
     start = time.monotonic()
     for mark in (m for m in MARKS if m <= ids.shape[1]):

@@ -1,15 +1,21 @@
-"""What many tests share: the measure of error, inputs of the memory, checks of fused ops."""
+"""What many tests share: the measure of error, inputs of the memory, small corpora and models."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import tarfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trellis.mixers import MIXERS
 from trellis.ops import MemoryState, trellis_memory
 
 
@@ -63,13 +69,7 @@ class Problem:
         if stale:
             results |= {"final key anchor": final.key_anchor}
             results |= {"final value anchor": final.value_anchor}
-        generator = torch.Generator().manual_seed(7)
-        loss = sum(
-            (out * torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)).sum()
-            for out in results.values()
-        )
-        assert isinstance(loss, Tensor)
-        loss.backward()
+        projection(results.values()).backward()
         for name, tensor in given.items():
             # Without tokens the reference does not touch its inputs.
             grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -143,10 +143,7 @@ def run(function, leaves, dtype=torch.float64):
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
-    seen = [(o, w.to(dtype)) for o, w in zip(outputs, weights) if o.requires_grad]
-    torch.autograd.backward([o for o, _ in seen], [w for _, w in seen])
+    projection(outputs).backward()
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     return [*(o.detach() for o in outputs), *gradients]
 
@@ -229,3 +226,140 @@ def skips(corpus):
     """What was skipped, as name -> reason."""
     lines = (corpus.path / "skipped.jsonl").read_text().splitlines()
     return {entry["name"]: entry["reason"] for entry in map(json.loads, lines)}
+
+
+# Models and training. Their imports are in the functions: the tests of ops and mixers go without
+# transformers.
+
+#: Stacks of mixers that the tests of the model run over.
+STACKS: dict[str, dict] = {name: {"mixer": name} for name in MIXERS} | {
+    "trellis stale": {"mixer": "trellis", "mixer_config": {"mode": "stale", "minibatch": 8}},
+    "all mixers": {"mixer": list(MIXERS), "num_hidden_layers": len(MIXERS)},
+    "hybrid": {
+        "mixer": ["trellis", "trellis", "transformer"],
+        "mixer_config": {"transformer": {"window": 7}},
+    },
+}
+
+
+def small_config(stack="trellis", **fields):
+    from trellis import TrellisConfig
+
+    defaults = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        # Wide weights, so that a wrong state shows in the logits.
+        "initializer_range": 0.06,
+    }
+    return TrellisConfig(**{**defaults, **STACKS[stack], **fields})
+
+
+def small_model(stack="trellis", **fields):
+    from trellis import TrellisForCausalLM
+
+    torch.manual_seed(0)
+    return TrellisForCausalLM(small_config(stack, **fields)).eval()
+
+
+def tokens(*shape, seed=0):
+    """Random token ids of the small models' vocabulary."""
+    return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+TEXT = Path(__file__).parent / "assets" / "golden.txt"
+#: The recipe of a small run, without data.path.
+TABLE: dict[str, dict] = {
+    "model": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
+    "data": {"context": 32},
+    "train": {"steps": 20, "rows": 4, "learning_rate": 5e-3, "warmup": 0.2},
+    "log": {"every": 1, "validate_every": 10, "validation_tokens": 512},
+    "checkpoint": {"every": 10},
+}
+
+
+def make_corpus(folder, documents=12, held_out=0.15, **options):
+    """A byte corpus of the fixed text, cut into documents."""
+    from trellis.data import prepare_corpus
+
+    lines = TEXT.read_text().splitlines(keepends=True)
+    size = len(lines) // documents + 1
+    folder.mkdir(exist_ok=True)
+    source = folder / "source.jsonl"
+    parts = ["".join(lines[i : i + size]) for i in range(0, len(lines), size)]
+    source.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    return prepare_corpus([source], folder / "corpus", validation=held_out, **options)
+
+
+def recipe_table(corpus, **sections):
+    """TABLE for a corpus, with some values changed: train={"steps": 5}."""
+    changed = copy.deepcopy(TABLE)
+    changed["data"]["path"] = str(corpus.path)
+    for section, values in sections.items():
+        changed.setdefault(section, {}).update(values)
+    return changed
+
+
+def recipe(corpus, **sections):
+    from trellis.training.recipe import from_dict
+
+    return from_dict(recipe_table(corpus, **sections))
+
+
+def comparable(run):
+    """All metrics of a run without their timing."""
+    from trellis.training.metrics import read_metrics
+
+    records = read_metrics(run)
+    for record in records:
+        record.pop("timing", None)
+    return records
+
+
+def losses(run):
+    return torch.tensor([r["loss"] for r in comparable(run) if "loss" in r], dtype=torch.float64)
+
+
+def write_toml(path, table):
+    """A TOML file of sections; their values are written as JSON, which TOML reads as well."""
+    lines = []
+    for section, values in table.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def command(*arguments):
+    """The command line of `trellis` with these arguments."""
+    return [sys.executable, "-m", "trellis.cli", *map(str, arguments)]
+
+
+def environment(**more):
+    """One thread: the same sums in every process, and no fight for cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "200", **more}
+
+
+def run_command(*arguments, **options):
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, env=environment(), **options
+    )
+
+
+def projection(outputs, draw=torch.float64):
+    """A random linear function of some tensors, the same for the same shapes: a number.
+
+    Its gradient tests that of every output at once. The factors are drawn in the type `draw`, so
+    that tensors of other types get the same ones.
+    """
+    generator = torch.Generator().manual_seed(7)
+    return sum(
+        (out * torch.randn(out.shape, generator=generator, dtype=draw).to(out.dtype)).sum()
+        for out in outputs
+    )

@@ -3,23 +3,26 @@
 import json
 
 import pytest
+from tests.support import TABLE
 from tests.test_cli import run
 
-from trellis.bench import measure, mixers, ops, peers
+from trellis.bench import measure, mixers, model, ops
+from trellis.cli.bench import app
 from trellis.mixers import MIXERS
+from trellis.training.recipe import from_dict
 
 
-@pytest.mark.parametrize("name", peers.ALL)
+@pytest.mark.parametrize("name", ops.ALL)
 def test_every_op_runs_forward_and_backward(name):
-    made = peers.ALL[name](peers.Sizes(batch=1, heads=2, size=16), 70)
-    peers.forward(made)
-    peers.both_ways(made)
+    made = ops.ALL[name](ops.Sizes(batch=1, heads=2, size=16), 70)
+    ops.forward(made)
+    ops.both_ways(made)
     assert all(leaf.grad is not None for leaf in made[1])
 
 
 def test_bench_ops_prints_tables_and_writes_files(tmp_path, monkeypatch):
     few = ["SDPA causal", "trellis exact, native"]
-    monkeypatch.setattr(peers, "ALL", {name: peers.ALL[name] for name in few})
+    monkeypatch.setattr(ops, "ALL", {name: ops.ALL[name] for name in few})
     monkeypatch.setattr(mixers, "WIDTH", 64)
     monkeypatch.setattr(mixers, "HEADS", 2)
     lines = []
@@ -43,9 +46,9 @@ def test_a_peer_that_fails_is_named_and_left_out(monkeypatch):
         raise RuntimeError("no GPU")
 
     ours = "trellis exact, native"
-    monkeypatch.setattr(peers, "ALL", {"broken": broken, ours: peers.ALL[ours]})
+    monkeypatch.setattr(ops, "ALL", {"broken": broken, ours: ops.ALL[ours]})
     lines = []
-    made = ops._runnable(peers.Sizes(batch=1, heads=1, size=16), 32, lines.append)
+    made = ops._runnable(ops.Sizes(batch=1, heads=1, size=16), 32, lines.append)
     assert list(made) == [ours]
     assert lines == ["| 32 | | broken | does not run here: no GPU | |"]
 
@@ -55,6 +58,37 @@ def test_timing_alternates():
     timings = measure.alternate({n: lambda n=n: order.append(n) for n in "ab"}, 3)
     assert order == list("abababab")
     assert len(timings["a"].times) == 3
+
+
+def test_the_portable_op_beside_attention(monkeypatch):
+    few = {name: ops.PORTABLE[name] for name in ("SDPA causal", "chunked, exact")}
+    monkeypatch.setattr(ops, "PORTABLE", few)
+    lines = []
+    ops.run_portable([32], 1, lines.append)
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| 32 ")] == [*few, *few]
+
+
+def test_a_training_step_is_timed_and_profiled(tmp_path):
+    table = {**TABLE, "data": {"path": "nowhere", "context": 32}}
+    lines = []
+    model.run_training(from_dict(table), ["trellis", "transformer"], 97, 1, lines.append)
+    assert lines[0].startswith("4 x 32 tokens, fp32, ")
+    shares = [[float(cell[:-1]) for cell in line.split(" | ")[-3:-1]] for line in lines[3:]]
+    assert [line.split(" | ")[0] for line in lines[3:]] == ["| trellis", "| transformer"]
+    assert all(0 < share < 100 for shares_of_one in shares for share in shares_of_one)
+
+
+def test_the_cache_stays_flat_over_a_stream(tmp_path):
+    lines = []
+    model.run_stream(300, 3, tmp_path / "stream.png", lines.append)
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| 100", "| 200", "| 300"]
+    assert "cache sizes seen: [35840]" in lines[5]
+    assert (tmp_path / "stream.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["ops", "chunked", "model", "training", "stream"])
+def test_every_benchmark_is_a_command(name):
+    assert name in {command.name for command in app.registered_commands}
 
 
 def test_wrong_numbers_are_named():

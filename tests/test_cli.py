@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+import trellis
+
 pytest.importorskip("typer", reason="the command needs typer")
 
 
@@ -17,6 +19,11 @@ def test_models_prints_a_row_for_every_mixer():
     assert "123,847,344" in out.stdout  # trellis
     assert "123,551,232" in out.stdout  # transformer
     assert "grows" in out.stdout
+
+
+def test_the_version():
+    out = run("--version")
+    assert (out.returncode, out.stdout) == (0, f"trellis {trellis.__version__}\n")
 
 
 def test_an_unknown_preset_is_named():

@@ -68,14 +68,14 @@ import trellis, trellis.ops, trellis.mixers
 assert "transformers" not in sys.modules
 assert "torch._dynamo" not in sys.modules
 from transformers import AutoConfig
-assert "trellis.models.modeling" not in sys.modules
+trellis.TrellisConfig
 assert AutoConfig.for_model("trellis").model_type == "trellis"
 print("works")
 """
 
 AFTER = """
 from transformers import AutoConfig, AutoModelForCausalLM
-import trellis
+import trellis.models
 config = AutoConfig.for_model("trellis", hidden_size=32, num_hidden_layers=1, num_attention_heads=1)
 assert type(AutoModelForCausalLM.from_config(config)).__name__ == "TrellisForCausalLM"
 print("works")

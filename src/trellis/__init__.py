@@ -1,8 +1,10 @@
-"""Trellis: sequence models whose memory is bounded and learns while it reads."""
+"""Trellis: sequence models whose memory is bounded and learns while it reads.
+
+`import trellis` does not import transformers. The names of the language model, such as
+`trellis.TrellisForCausalLM`, import it when they are first used.
+"""
 
 from typing import Any
-
-from .models.registration import register_on_import
 
 __version__ = "0.1.0"
 _MODELS = (
@@ -15,8 +17,6 @@ _MODELS = (
 )
 
 __all__ = ["__version__", *_MODELS]
-
-register_on_import()
 
 
 def __getattr__(name: str) -> Any:

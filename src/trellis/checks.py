@@ -82,6 +82,11 @@ def positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number above 0; got {value!r}")
 
 
+def share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a share from 0 to 1; got {value}")
+
+
 def floats(**tensors: Tensor) -> None:
     device = None
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check() -> None:
-    """Raises ModuleNotFoundError where figures cannot be drawn; ask before measuring."""
+    """Raises ModuleNotFoundError if matplotlib is missing; call it before a long measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
             "figures need matplotlib: pip install 'trellis-memory[plots]'", name="matplotlib"
@@ -19,9 +19,9 @@ def check() -> None:
 
 @contextmanager
 def figure(path: Path, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """Yields the axes, a list of them if there are several columns, and writes the file.
+    """A context that yields matplotlib axes to draw on (a list if columns > 1), then writes a PNG.
 
-    options: of matplotlib's subplots, such as figsize.
+    options: passed to matplotlib's subplots, such as figsize=(8, 5).
     """
     check()
     import matplotlib

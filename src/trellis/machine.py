@@ -1,4 +1,4 @@
-"""What this machine does at best, and how much memory this process takes."""
+"""The speed of this machine, and the memory of this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def peak_bytes() -> int:
-    """The highest resident size of this process so far."""
+    """The largest resident size of this process so far."""
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would count the parent's size before the exec as well
+    if status.exists():  # Linux, where getrusage would count the parent's size as well
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
@@ -23,7 +23,7 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """The resident size of this process now; its peak where only that is known."""
+    """The present resident size of this process; on systems that do not tell it, its peak."""
     pages = Path("/proc/self/statm")
     if not pages.exists():
         return peak_bytes()
@@ -31,7 +31,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Start counting the peak from the present size (Linux)."""
+    """Makes `peak_bytes` count from the present size; works on Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -41,10 +41,10 @@ def gemm_rate(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> float:
-    """Multiply-adds per second of a large matrix product (fp32), the best of some rounds."""
-    import torch  # not needed by who only asks for the memory
+    """Multiply-adds per second of a large matrix product, the best of all rounds."""
+    import torch  # here, so that the functions above work without it
 
-    source = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    source = torch.Generator().manual_seed(0)  # leaves the caller's random numbers alone
     a, b = torch.randn(2, size, size, generator=source).to(device, dtype)
     best = float("inf")
     for _ in range(rounds + 1):

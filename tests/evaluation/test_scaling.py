@@ -5,7 +5,7 @@ import shutil
 
 import matplotlib.pyplot as plt
 import pytest
-from tests.training.helpers import make_corpus, recipe
+from tests.support import make_corpus, recipe
 from typer.testing import CliRunner
 
 from trellis.cli import app

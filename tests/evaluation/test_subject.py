@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 from tests.evaluation.helpers import ours, save_gpt2
-from tests.training.helpers import make_corpus, recipe
+from tests.support import make_corpus, recipe
 from transformers import GPT2LMHeadModel
 
 from trellis.cli.evaluation.common import subjects

@@ -1,8 +1,7 @@
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.models.helpers import STACKS, small_model, tokens
-from tests.support import relative_rms
+from tests.support import STACKS, relative_rms, small_model, tokens
 
 from trellis import TrellisCache
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.models.helpers import small_model, tokens
-from tests.support import relative_rms
+from tests.support import relative_rms, small_model, tokens
 
 from trellis.ops.native import pointwise
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.helpers import STACKS, small_model, tokens
+from tests.support import STACKS, small_model, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from trellis import TrellisConfig, TrellisForCausalLM, TrellisModel
@@ -150,7 +150,7 @@ def test_bf16_weights(tmp_path):
 FRESH = """
 import json, sys
 import torch
-import trellis
+import trellis.models
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 ids = torch.tensor(json.loads(sys.argv[2]))

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tests.models.helpers import small_model, tokens
-from tests.support import relative_rms
+from tests.support import relative_rms, small_model, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

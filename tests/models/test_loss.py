@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.models.helpers import small_model, tokens
-from tests.support import relative_rms
+from tests.support import relative_rms, small_model, tokens
 from torch import nn
 from torch.autograd import forward_ad
 

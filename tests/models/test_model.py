@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.models.helpers import STACKS, small_config, small_model, tokens
-from tests.support import relative_rms
+from tests.support import STACKS, relative_rms, small_config, small_model, tokens
 
 from trellis import TrellisConfig, TrellisForCausalLM, TrellisModel
 from trellis.mixers import TrellisMixerConfig

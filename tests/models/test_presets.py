@@ -1,5 +1,5 @@
 import pytest
-from tests.models.helpers import STACKS, small_config
+from tests.support import STACKS, small_config
 
 from trellis.models import PRESETS, count_parameters, match_parameters, preset
 

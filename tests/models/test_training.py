@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.models.helpers import small_model, tokens
+from tests.support import small_model, tokens
 from torch import nn
 
 

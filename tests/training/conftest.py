@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tests.training.helpers import make_corpus
+from tests.support import make_corpus
 
 from trellis.training import loop
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tests.support import relative_rms
-from tests.training.helpers import (
+from tests.support import (
     TEXT,
     comparable,
     environment,
     losses,
     recipe,
-    table,
+    recipe_table,
+    relative_rms,
     write_toml,
 )
 
@@ -136,7 +136,7 @@ def runs(corpus, tmp_path_factory):
     for name, sections in {**smooth, **OTHERS}.items():
         text = long if name == "beyond a segment" else corpus
         path = folder / name.replace(" ", "-").replace(",", "")
-        jobs.append((table(text, **sections), path / "two", False))
+        jobs.append((recipe_table(text, **sections), path / "two", False))
         alone = {**sections, "train": {**sections.get("train", {}), "sequence_parallel": 1}}
         alone["train"].pop("micro_tokens", None)
         train(recipe(text, **alone), path / "one")
@@ -184,7 +184,7 @@ def test_checkpoints_move_between_numbers_of_processes(corpus, runs, tmp_path):
         shutil.copytree(one, onward)
         shutil.rmtree(checkpoints.path_of(onward, 20))
         sections = {"model": {"mixer_config": SMOOTH}, "train": {"strategy": strategy}}
-        jobs.append((table(corpus, **sections), onward, True))
+        jobs.append((recipe_table(corpus, **sections), onward, True))
         # From two processes to one.
         back = tmp_path / f"{strategy}-to-one"
         shutil.copytree(runs[strategy][1], back)
@@ -198,7 +198,7 @@ def test_checkpoints_move_between_numbers_of_processes(corpus, runs, tmp_path):
         assert_same_weights(onward, one)
 
 
-def test_carried_states_move_between_numbers_of_processes(runs, corpus, tmp_path):
+def test_relayed_states_move_between_numbers_of_processes(runs, corpus, tmp_path):
     one, two = runs["contiguous"]
     back = tmp_path / "back"
     shutil.copytree(two, back)
@@ -206,8 +206,8 @@ def test_carried_states_move_between_numbers_of_processes(runs, corpus, tmp_path
     sections = {"model": {"mixer_config": SMOOTH}, "data": {"batches": "contiguous"}}
     train(recipe(corpus, **sections), back, resume=True)
     assert (losses(back) - losses(one)).abs().max() < 1e-5
-    lanes = checkpoints.load_extra(checkpoints.open_checkpoint(two, 10))
-    assert lanes["lanes.0.memory.keys"].shape[0] == 4  # all rows of the batch
+    relayed = checkpoints.load_extra(checkpoints.open_checkpoint(two, 10))
+    assert relayed["relay.0.memory.keys"].shape[0] == 4  # all rows of the batch
 
 
 def test_a_sharded_model_validates_contexts_beyond_a_segment(runs):
@@ -216,7 +216,7 @@ def test_a_sharded_model_validates_contexts_beyond_a_segment(runs):
 
 
 def test_torchrun_and_the_command_stop_on_a_signal_and_resume(corpus, tmp_path):
-    file = write_toml(tmp_path / "r.toml", table(corpus, train={"steps": 100000}))
+    file = write_toml(tmp_path / "r.toml", recipe_table(corpus, train={"steps": 100000}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", "2", "-m", "trellis.cli"]
     run = tmp_path / "run"

@@ -3,23 +3,26 @@
 from pathlib import Path
 
 import pytest
-from tests.training.helpers import TABLE, write_toml
+from tests.support import TABLE, write_toml
 
 from trellis.mixers import MIXERS
 from trellis.models.presets import count_parameters
+from trellis.training.optimization import context_at, learning_rate
 from trellis.training.recipe import from_dict, load_recipe, override
-from trellis.training.schedule import context_at, learning_rate
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WHOLE = sorted(
     p for p in RECIPES.rglob("*.toml") if p.parent.name not in ("size", "text", "context")
 )
-#: What the paper trains: size, text and context.
-PAPER = [
-    *(f"125m-books-{c}" for c in ("512", "1k", "2k", "4k", "8k", "16k", "32k")),
-    *(f"{size}-c4-{c}" for size in ("350m", "780m") for c in ("2k", "4k", "8k", "16k")),
-    "125m-pile-2k", "125m-pile-8k", "350m-pile-2k", "170m-pile-2k", "1b-c4-4k",
-]  # fmt: skip
+#: What the paper reports results of, size, text and context; and on how many tokens it trained.
+PAPER = {
+    **{f"125m-books-{c}": 2.4e9 for c in ("512", "1k", "2k", "4k", "8k", "16k", "32k")},
+    **{f"350m-c4-{c}": 15e9 for c in ("2k", "4k", "8k", "16k")},
+    **{f"780m-c4-{c}": 30e9 for c in ("2k", "4k", "8k", "16k")},
+    "125m-pile-2k": 2.4e9,
+    "125m-pile-8k": 2.4e9,
+    "350m-pile-2k": 7.5e9,
+}
 
 
 def made(**sections):
@@ -33,8 +36,17 @@ def made(**sections):
     return table
 
 
-def test_the_papers_runs_have_recipes():
-    assert {f"{name}.toml" for name in PAPER} <= {p.name for p in (RECIPES / "paper").iterdir()}
+def test_the_papers_runs_and_no_others_carry_its_name():
+    assert {p.stem for p in (RECIPES / "paper").iterdir()} == PAPER.keys()
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_runs_have_its_size_text_context_and_tokens(name):
+    recipe = load_recipe(RECIPES / "paper" / f"{name}.toml")
+    size, text, context = name.split("-")
+    assert (recipe.model.preset, recipe.data.path) == (size, f"data/{text}")
+    assert recipe.data.context == int(context.replace("k", "")) * (1024 if "k" in context else 1)
+    assert recipe.train.tokens == PAPER[name]
 
 
 @pytest.mark.parametrize("path", WHOLE, ids=[str(p.relative_to(RECIPES)) for p in WHOLE])
@@ -42,7 +54,7 @@ def test_every_recipe_is_valid_for_every_mixer(path):
     counts = {}
     for mixer in MIXERS:
         recipe = load_recipe(path, [f"model.mixer={mixer}"])
-        if "paper" in path.parts:
+        if path.parent.name in ("paper", "more"):
             assert recipe.rows * recipe.data.context == 524288
             continue  # building models of these sizes on no device takes a second each
         counts[mixer] = count_parameters(recipe.model.config(2048))
@@ -104,6 +116,14 @@ def test_settings_and_files_that_are_no_recipe(tmp_path):
     path = write_toml(tmp_path / "r.toml", made())
     with pytest.raises(ValueError, match=r"--set must be section\.key=value; got 'train\.steps'"):
         load_recipe(path, ["train.steps"])
+    with pytest.raises(ValueError, match=r"--set train\.steps=\[1,: .* is not valid TOML"):
+        load_recipe(path, ["train.steps=[1,"])
+    with pytest.raises(ValueError, match=r"train\.steps must be a whole number; got '1e'"):
+        load_recipe(path, ["train.steps=1e"])
+    (tmp_path / "twice.toml").write_text("[[model]]\nhidden_size = 32\n")
+    said = r"model must be one section, \[model\]; got a list of 1, as \[\[model\]\] makes it"
+    with pytest.raises(ValueError, match=said):
+        load_recipe(tmp_path / "twice.toml")
     with pytest.raises(FileNotFoundError, match=r"there is no recipe .*none\.toml"):
         load_recipe(tmp_path / "none.toml")
     (tmp_path / "broken.toml").write_text("[train\n")

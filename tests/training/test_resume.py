@@ -12,21 +12,25 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.helpers import (
+from tests.support import (
     command,
     comparable,
     environment,
+    make_corpus,
     recipe,
+    recipe_table,
     run_command,
-    table,
     write_toml,
 )
 
 from trellis.files import locked
+from trellis.ops import MemoryState
 from trellis.training import checkpoint as checkpoints
 from trellis.training import run as runs
-from trellis.training.loop import Trainer, TrainingStopped
+from trellis.training.loop import Diverged, Trainer, TrainingStopped
 from trellis.training.metrics import Metrics
+from trellis.training.recipe import override
+from trellis.training.relay import restored
 from trellis.training.run import train
 
 
@@ -55,7 +59,7 @@ def assert_identical(run, other):
 def kill_and_resume(corpus, tmp_path, kills, seed, **sections):
     """Kill -9 a run at random moments and resume it; returns (interrupted, undisturbed)."""
     chance = random.Random(seed)
-    file = write_toml(tmp_path / "recipe.toml", table(corpus, **sections))
+    file = write_toml(tmp_path / "recipe.toml", recipe_table(corpus, **sections))
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "interrupted"
     start = time.monotonic()
     out = run_command("train", file, "--out", undisturbed)
@@ -140,8 +144,8 @@ def test_resuming_from_the_middle_is_exact(corpus, tmp_path, sections):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits_cleanly(corpus, tmp_path, number):
-    long = table(corpus, train={"steps": 100000}, checkpoint={"every": 0})
+def test_a_signal_saves_and_shows_in_the_exit_code(corpus, tmp_path, number):
+    long = recipe_table(corpus, train={"steps": 100000}, checkpoint={"every": 0})
     file = write_toml(tmp_path / "recipe.toml", long)
     run = tmp_path / "run"
     process = subprocess.Popen(
@@ -153,10 +157,48 @@ def test_a_signal_saves_and_exits_cleanly(corpus, tmp_path, number):
             break
     process.send_signal(number)
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == 128 + number, errors
+    assert errors == ""
     (step,) = checkpoints.steps_in(run)
     assert f"stopped after step {step}, saved; go on with: trellis train {run} --resume" in out
     assert comparable(run)[-1]["step"] <= step
+
+
+def test_a_run_goes_on_from_any_working_directory(corpus, tmp_path, monkeypatch):
+    text, other = tmp_path / "text", tmp_path / "other"
+    shutil.copytree(corpus.path, text)
+    shutil.copytree(corpus.path, other)
+    monkeypatch.chdir(tmp_path)
+    paths = {"path": "text", "validation_path": "other"}
+    run = tmp_path / "run"
+    train(recipe(corpus, data=paths, train={"steps": 1}), run)
+    assert runs.recipe_of(run).data.path == "text"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    onward = runs.recipe_of(run)
+    assert (onward.data.path, onward.data.validation_path) == (str(text), str(other))
+    train(override(onward, ["train.steps=2"]), run, resume=True)
+    assert checkpoints.steps_in(run)[-1] == 2
+
+    text.rename(tmp_path / "moved")
+    three = override(runs.recipe_of(run), ["train.steps=3"])
+    said = rf"{run} cannot go on: there is no prepared text at .*text.* --set data\.path=FOLDER"
+    with pytest.raises(FileNotFoundError, match=said):
+        train(three, run, resume=True)
+    train(override(three, [f"data.path={tmp_path / 'moved'}"]), run, resume=True)
+    other.rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"--set data\.validation_path=FOLDER"):
+        train(override(runs.recipe_of(run), ["train.steps=4"]), run, resume=True)
+
+
+def test_states_of_earlier_checkpoints_are_found():
+    keys = torch.arange(8.0).view(4, 2)
+    state = MemoryState(keys, keys + 1)
+    tensors = {"lanes.0.keys": state.keys, "lanes.0.values": state.values}
+    micro = [range(0, 2), range(2, 4)]
+    found = restored({"rng.cpu": keys, **tensors}, micro, [state], torch.device("cpu"))
+    assert torch.equal(found[1][0].keys, keys[2:])
+    assert restored({"rng.cpu": keys}, micro, [state], torch.device("cpu")) == [None, None]
 
 
 def test_only_the_newest_checkpoints_are_kept(corpus, tmp_path):
@@ -206,8 +248,6 @@ def test_another_recipe_or_text_is_refused(finished, corpus, tmp_path):
         train(recipe(corpus, train={"learning_rate": 1.0}), finished, resume=True)
     with pytest.raises(ValueError, match="has finished its 20 steps already"):
         train(recipe(corpus), finished, resume=True)
-    from tests.training.helpers import make_corpus
-
     other = make_corpus(tmp_path, documents=20)
     with pytest.raises(ValueError, match=r"is not the text that .* was trained on"):
         train(recipe(other, train={"steps": 30}), finished, resume=True)
@@ -300,3 +340,27 @@ def test_what_is_not_finite_is_skipped_counted_and_in_the_end_explained(
     assert [r["bad_steps"] for r in records[:6]] == [0, 0, 0, 1, 2, 2]
     assert checkpoints.steps_in(run) == [10]  # none at steps 5 and 15, which were bad
     assert checkpoints.open_checkpoint(run).content["updates"] == 8
+
+
+def test_a_run_whose_last_steps_were_skipped_has_not_succeeded(corpus, tmp_path):
+    wild = {"steps": 3, "learning_rate": 1e30, "warmup": 0.0, "clip": 0.0}
+    with pytest.raises(Diverged, match="done its 3 steps, but the last 2 of them were skipped"):
+        train(recipe(corpus, train=wild), tmp_path / "run")
+    assert checkpoints.steps_in(tmp_path / "run") == [3]
+    file = write_toml(tmp_path / "recipe.toml", recipe_table(corpus, train=wild))
+    out = run_command("train", file, "--out", tmp_path / "second")
+    assert out.returncode == 1
+    assert "the last 2 of them were skipped" in out.stderr
+    assert "finished" not in out.stdout
+
+
+def test_steps_that_were_skipped_before_the_end_are_counted(corpus, tmp_path, monkeypatch, capsys):
+    class Poisoned(Trainer):
+        def _forward(self, batch, states):
+            loss, states = super()._forward(batch, states)
+            return (loss * torch.inf if self.step == 1 else loss), states
+
+    monkeypatch.setattr(runs, "Trainer", Poisoned)
+    train(recipe(corpus, train={"steps": 4}), tmp_path / "run")
+    said = f"finished: {tmp_path / 'run'}; 1 of 4 steps were skipped"
+    assert said in capsys.readouterr().out

@@ -5,29 +5,28 @@ import sys
 
 import pytest
 import torch
-from tests.training.helpers import (
+from tests.support import (
     TEXT,
     comparable,
     losses,
     make_corpus,
     recipe,
+    recipe_table,
     run_command,
-    table,
     write_toml,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from trellis.cli import main
 from trellis.data import prepare_corpus, train_tokenizer
+from trellis.evaluation.comparison import draw_losses
 from trellis.mixers.base import names_without_weight_decay
 from trellis.models.cache import TrellisCache
+from trellis.models.sampling import generate
 from trellis.training.distributed import Processes
-from trellis.training.metrics import ProgressLine, clock, read_metrics
-from trellis.training.optimizer import decayed_names
-from trellis.training.plot import draw_losses
-from trellis.training.run import export, load_run, train
-from trellis.training.sampling import generate
-from trellis.training.validation import validate
+from trellis.training.metrics import ProgressLine, clock, read_metrics, validate
+from trellis.training.optimization import decayed_names
+from trellis.training.run import export, load_run, recipe_of, train
 
 #: The default mixer on a fixed text: 30 steps, fp32. The tolerance leaves room for the order of
 #: sums of other processors and thread counts, which the memory's first tokens amplify.
@@ -211,6 +210,64 @@ def test_every_checkpoint_can_be_exported(trained, tmp_path, step):
         export(trained, tmp_path / "model")
 
 
+def test_an_export_is_whole_or_not_there(trained, tmp_path, monkeypatch):
+    left = tmp_path / ".model.partial"  # of another program, or of an export that was killed
+    left.mkdir()
+    (left / "model.safetensors").write_text("")
+    before = set(tmp_path.iterdir())
+
+    def full(*arguments, **options):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(OSError, match="no space left"):
+            export(trained, tmp_path / "model")
+    assert set(tmp_path.iterdir()) == before
+    export(trained, tmp_path / "new" / "model")
+    assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "model"]
+    load_run(tmp_path / "new" / "model")
+
+
+def said_by(monkeypatch, *arguments):
+    """What the command `trellis` says when it refuses."""
+    monkeypatch.setattr(sys, "argv", ["trellis", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert str(exit.value).startswith("trellis: ")
+    return str(exit.value)
+
+
+def test_what_generate_cannot_do_is_said(trained, tmp_path, monkeypatch, capsys):
+    said = said_by(monkeypatch, "generate", tmp_path)
+    assert f"{tmp_path} is neither a run nor an exported model: it has no recipe.json" in said
+    said = said_by(monkeypatch, "generate", trained, "--prompt", "ab\udcff")
+    assert "--prompt must be UTF-8; its character 3 is a byte that is not" in said
+    said = said_by(monkeypatch, "generate", trained, "--seed", 2**70)
+    assert "seed must be from -2^63 to 2^64 - 1; got 1180591620717411303424" in said
+    said = said_by(monkeypatch, "generate", trained, "--temperature", "inf")
+    assert "temperature must be a number of at least 0; got inf" in said
+    assert capsys.readouterr().out == ""
+
+
+def test_any_temperature_above_zero_works(trained):
+    model, tokenizer = load_run(trained)
+    cold, likeliest, hot = (
+        "".join(
+            generate(model, tokenizer, "x", model.init_cache(1), max_tokens=9, temperature=value)
+        )
+        for value in (1e-300, 0, 1e300)
+    )
+    assert cold == likeliest != hot
+
+
+@pytest.mark.parametrize("content", ["[]", '{"train"', '{"trian": {}}', '{"train": 3}'])
+def test_a_damaged_recipe_of_a_run_is_named(tmp_path, content):
+    (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/recipe\.json is damaged: "):
+        recipe_of(tmp_path)
+
+
 def test_curves_of_several_runs(trained, tmp_path):
     drawn = draw_losses([trained, trained], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -289,7 +346,7 @@ def test_text_without_a_validation_part(tmp_path, capsys):
 def broken(corpus, tmp_path, what):
     """A recipe whose inputs are broken in one way; returns (arguments, message)."""
     own = make_corpus(tmp_path)
-    values = table(own)
+    values = recipe_table(own)
     arguments = []
     manifest = own.path / "manifest.json"
     if what == "no corpus":
@@ -330,11 +387,7 @@ def broken(corpus, tmp_path, what):
 )  # fmt: skip
 def test_broken_inputs_are_named_before_anything_is_written(corpus, tmp_path, monkeypatch, what):
     arguments, message = broken(corpus, tmp_path, what)
-    monkeypatch.setattr(sys, "argv", ["trellis", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    assert str(exit.value).startswith("trellis: ")
-    assert message in str(exit.value)
+    assert message in said_by(monkeypatch, *arguments)
     assert not (tmp_path / "run").exists()
 
 

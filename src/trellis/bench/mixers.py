@@ -1,9 +1,10 @@
-"""Whole mixers in turn, forward and backward, beside the layers that transformers has."""
+"""Every mixer as a whole layer, forward and backward, beside the same layers of transformers."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from . import measure
 
 WIDTH, HEADS, BATCH = 768, 12, 2
 
-#: Attention, and what transformers computes, takes too long past so many tokens.
+#: Past so many tokens only the bounded mixers are timed: the others take too long.
 LONGEST = 16384
 BOUNDED = [name for name in MIXERS if name != "transformer"]
 
-#: What is timed: a function of the input [B, T, WIDTH], and the module whose gradients it leaves.
+#: What is timed: a function of the input [B, T, WIDTH], and the module that has the weights.
 Layer = tuple[Callable[[Tensor], Tensor], nn.Module]
 
 
@@ -70,7 +71,7 @@ def gated_delta_net_layer() -> Layer:
     return layer, layer
 
 
-#: mixer -> the layer of transformers that is the same
+#: For a mixer, the layer of transformers that computes the same.
 PEERS: dict[str, Callable[[], Layer]] = {
     "transformer": llama_attention,
     "mamba2": mamba2_layer,
@@ -79,17 +80,21 @@ PEERS: dict[str, Callable[[], Layer]] = {
 
 
 def run(lengths: list[int], rounds: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Times of every mixer, and of its peer where transformers has one."""
+    """Times every mixer, and the layer of transformers that computes the same if there is one."""
     report(f"\nWhole mixers, width {WIDTH}, B={BATCH}, forward+backward\n")
-    layers = _layers(report)
+    layers = {name: ours(name) for name in MIXERS}
+    if importlib.util.find_spec("fla"):
+        report("with flash-linear-attention installed, transformers takes its GPU kernels\n")
+    else:
+        layers |= {_peer(name): make() for name, make in PEERS.items()}
     report("| T | mixer | median (range) | the same in transformers | this / transformers |")
     report("|---|---|---|---|---|")
     rows = []
     for tokens in lengths:
         x = torch.randn(BATCH, tokens, WIDTH)
         calls = {
-            name: _both_ways(layer, x)
-            for name, layer in layers.items()
+            name: partial(measure.both_ways, (partial(function, x), list(module.parameters())))
+            for name, (function, module) in layers.items()
             if tokens <= LONGEST or name in BOUNDED
         }
         timings = measure.alternate(calls, rounds)
@@ -101,28 +106,5 @@ def run(lengths: list[int], rounds: int, report: Callable[[str], None]) -> list[
     return rows
 
 
-def _layers(report: Callable[[str], None]) -> dict[str, Layer]:
-    """Ours, and the peers where they can run; where not, why."""
-    layers = {name: ours(name) for name in MIXERS}
-    if not importlib.util.find_spec("transformers"):
-        report("transformers is not installed: there is nothing to compare with\n")
-    elif importlib.util.find_spec("fla"):
-        report("with flash-linear-attention installed, transformers takes its GPU kernels\n")
-    else:
-        layers |= {_peer(name): make() for name, make in PEERS.items()}
-    return layers
-
-
 def _peer(name: str) -> str:
     return f"{name} (transformers)"
-
-
-def _both_ways(layer: Layer, x: Tensor) -> Callable[[], None]:
-    function, module = layer
-
-    def call() -> None:
-        module.zero_grad()
-        y = function(x)
-        y.backward(torch.ones_like(y))
-
-    return call

@@ -1,25 +1,38 @@
-"""`trellis bench model`: a whole model in training and decoding, Trellis beside attention."""
+"""`trellis bench model`, `training` and `stream`: whole models."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from ..figures import figure
+from ..machine import peak_bytes
+from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from ..models.presets import preset
+from ..training.optimization import build_optimizer
+from ..training.recipe import Recipe
 from . import measure
+
+Report = Callable[[str], None]
+#: Operators by kind, for the profile of a training step.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
+KERNELS = ("trellis::memory", "GeneratedBackwardFor_trellis_memory", "aten::_scaled_dot_product")
 
 
 def run(
-    name: str,
-    lengths: list[int],
-    contexts: list[int],
-    rounds: int,
-    report: Callable[[str], None],
+    name: str, lengths: list[int], contexts: list[int], rounds: int, report: Report
 ) -> dict[str, Any]:
-    """Tokens per second of a training step and of decoding; `report` receives table lines."""
+    """Trellis beside attention: tokens per second in training, and the time of a decoding step.
+
+    lengths: tokens of the sequence in training. contexts: tokens read before the decoding step.
+    `report` receives lines of Markdown tables.
+    """
     mixers = ("trellis", "transformer")
     models = {mixer: TrellisForCausalLM(preset(name, mixer)) for mixer in mixers}
     result: dict[str, Any] = {"preset": name, "training": [], "decoding": []}
@@ -28,7 +41,7 @@ def run(
     for tokens in lengths:
         ids = torch.randint(0, 50257, (1, tokens))
         timings = measure.alternate(
-            {mixer: _step(model, ids) for mixer, model in models.items()}, rounds
+            {mixer: _both_ways(model, ids) for mixer, model in models.items()}, rounds
         )
         ours, theirs = (tokens / timings[mixer].median for mixer in mixers)
         report(f"| {tokens} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
@@ -63,7 +76,7 @@ def run(
     return result
 
 
-def _step(model: TrellisForCausalLM, ids: torch.Tensor) -> Callable[[], None]:
+def _both_ways(model: TrellisForCausalLM, ids: torch.Tensor) -> Callable[[], None]:
     def call() -> None:
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
@@ -73,7 +86,7 @@ def _step(model: TrellisForCausalLM, ids: torch.Tensor) -> Callable[[], None]:
 
 @torch.no_grad()
 def _filled_cache(model: TrellisForCausalLM, context: int) -> Any:
-    """A cache as after `context` tokens: read for bounded mixers, random columns for attention."""
+    """A cache after `context` tokens: Trellis reads them; attention's is filled with noise."""
     if model.config.mixer == "trellis":
         return model.read(torch.randint(0, model.config.vocab_size, (1, context)))
     cache = model.init_cache(1)
@@ -99,3 +112,103 @@ def _decode(model: TrellisForCausalLM, cache: Any) -> Callable[[], None]:
         model(token, past_key_values=cache)
 
     return call
+
+
+def run_training(
+    recipe: Recipe, mixers: list[str], vocab_size: int, rounds: int, report: Report
+) -> None:
+    """Training steps of a recipe's model with several mixers in turn, and where the time goes.
+
+    Random tokens, fp32, the recipe's batch in one piece. The profile sums the time of operators by
+    kind: matrix products, the mixer's kernel, and all the rest.
+    """
+    shape = (recipe.rows, recipe.data.context)
+    ids = torch.randint(0, vocab_size, shape)
+    steps = {}
+    for mixer in mixers:
+        recipe.model.mixer = mixer
+        steps[mixer] = _training_step(recipe, vocab_size, ids)
+    timings = measure.alternate(steps, rounds)
+    first = next(iter(timings.values())).median
+    report(f"{shape[0]} x {shape[1]} tokens, fp32, {torch.get_num_threads()} threads\n")
+    report("| mixer | tokens/s | step | time, of the first | products | kernel | the rest |")
+    report("|---|---|---|---|---|---|---|")
+    for mixer, timing in timings.items():
+        products, kernel, rest = _shares(steps[mixer])
+        report(
+            f"| {mixer} | {ids.numel() / timing.median:,.0f} | {timing} "
+            f"| {timing.median / first:.2f} | {products:.1%} | {kernel:.1%} | {rest:.1%} |"
+        )
+
+
+def _training_step(recipe: Recipe, vocab_size: int, ids: torch.Tensor) -> Callable[[], None]:
+    model = TrellisForCausalLM(recipe.model.config(vocab_size))
+    optimizer = build_optimizer(model, recipe.train, fused=True)
+
+    def step() -> None:
+        model(ids, labels=ids, logits_to_keep=1).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _shares(step: Callable[[], None]) -> tuple[float, float, float]:
+    """The shares of a step's time: matrix products, the mixer's kernel, the rest."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    events = profiler.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    products = sum(e.self_cpu_time_total for e in events if e.key in PRODUCTS)
+    kernel = sum(e.self_cpu_time_total for e in events if e.key.startswith(KERNELS))
+    return products / total, kernel / total, 1 - (products + kernel) / total
+
+
+def run_stream(tokens: int, points: int, path: Path | None, report: Report) -> None:
+    """Reads many tokens with a small model: neither its cache nor the process must grow.
+
+    The size that the key-value cache of attention would have is computed, not measured. path: of a
+    figure.
+    """
+    torch.manual_seed(0)
+    config = TrellisConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = TrellisForCausalLM(config).eval()
+    ids = torch.randint(0, 256, (1, tokens))
+    cache = model.read(ids[:, : config.segment_size])  # allocates what every segment needs
+    cache.reset()
+    per_token = 2 * config.num_hidden_layers * config.hidden_size * 4
+
+    report("| tokens read | cache | peak resident size | tokens/s | key-value cache (computed) |")
+    report("|---|---|---|---|---|")
+    rows = []  # (tokens read, bytes of the cache, peak bytes of the process)
+    for part in ids.split(max(tokens // points, 1), dim=1):
+        start = time.perf_counter()
+        model.read(part, cache)
+        rate = part.shape[1] / (time.perf_counter() - start)
+        read, size, peak = cache.get_seq_length(), cache.nbytes, peak_bytes()
+        rows.append((read, size, peak))
+        report(
+            f"| {read} | {size} B | {peak / 2**20:.1f} MiB | {rate:.0f} | {read * per_token} B |"
+        )
+    report(f"\ncache sizes seen: {sorted({size for _, size, _ in rows})}")
+    growth = (rows[-1][2] - rows[0][2]) / 2**20
+    report(f"peak resident size grew by {growth:.2f} MiB from the first row to the last")
+    if path is not None:
+        _draw_stream(rows, per_token, path)
+
+
+def _draw_stream(rows: list[tuple[int, int, int]], per_token: int, path: Path) -> None:
+    read = [row[0] for row in rows]
+    with figure(path, 2, figsize=(9, 3.5)) as (left, right):
+        left.plot(read, [row[1] / 1024 for row in rows], marker="o", label="Trellis cache")
+        left.plot(
+            read, [n * per_token / 1024 for n in read], "--", label="key-value cache (computed)"
+        )
+        left.set(xlabel="tokens read", ylabel="KiB", yscale="log", title="Cache")
+        left.legend()
+        right.plot(read, [row[2] / 2**20 for row in rows], marker="o")
+        right.set(xlabel="tokens read", ylabel="MiB", title="Peak resident size of the process")
+        right.set_ylim(0, 1.2 * max(row[2] for row in rows) / 2**20)

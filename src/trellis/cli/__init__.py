@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 try:
     import rich  # noqa: F401
@@ -10,20 +11,32 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
 
-from . import bench, data, evaluation, models, train
+from .. import __version__
+from . import bench, data, evaluation, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data.app, name="data")
 for command in (
-    train.train, train.compare, train.generate, train.export, train.plot, models.models,
+    train.train, train.compare, train.generate, train.export, train.plot, train.models,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(evaluation.app, name="eval")
 app.add_typer(bench.app, name="bench")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trellis {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def trellis() -> None:
+def trellis(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Sequence models whose memory is bounded and learns while it reads."""
 
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import numbers
+from .options import names, numbers
 
-app = typer.Typer(no_args_is_help=True, help="Time and memory beside peers, in one run.")
-Out = Annotated[Path | None, typer.Option(help="Folder for a JSON file and a figure.")]
+app = typer.Typer(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
+Out = Annotated[Path | None, typer.Option(help="A folder for a JSON file and a figure.")]
+Rounds = Annotated[int, typer.Option(help="How often everything is timed.")]
 Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
 
 
@@ -20,7 +21,7 @@ def bench_ops(
     lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
     contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1024,65536",
     memory: Annotated[int, typer.Option(help="Tokens of the memory measurement.")] = 8192,
-    rounds: Annotated[int, typer.Option(help="Rounds; medians are printed.")] = 5,
+    rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
 ) -> None:
@@ -34,12 +35,25 @@ def bench_ops(
         _keep(out, "bench-ops", result, ops.draw)
 
 
+@app.command("chunked")
+def bench_chunked(
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
+    rounds: Rounds = 3,
+    threads: Threads = 2,
+) -> None:
+    """The portable memory op, in plain PyTorch, beside attention."""
+    from ..bench import ops
+
+    _set_threads(threads)
+    ops.run_portable(numbers("lengths", lengths), rounds, typer.echo)
+
+
 @app.command("model")
 def bench_model(
     preset: Annotated[str, typer.Option(help="Model size.")] = "125m",
     lengths: Annotated[str, typer.Option(help="Training contexts.")] = "512,2048",
     contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1000,100000",
-    rounds: Annotated[int, typer.Option(help="Rounds; medians are printed.")] = 3,
+    rounds: Rounds = 3,
     threads: Threads = 0,
     out: Out = None,
 ) -> None:
@@ -51,6 +65,36 @@ def bench_model(
                        rounds, typer.echo)  # fmt: skip
     if out is not None:
         _keep(out, "bench-model", result, None)
+
+
+@app.command("training")
+def bench_training(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml), for its model and batch.")],
+    mixers: Annotated[str, typer.Option(help="Names separated by commas.")] = "trellis,transformer",
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 8192,
+    rounds: Rounds = 5,
+    threads: Threads = 0,
+) -> None:
+    """Training steps of a recipe's model with several mixers, and where their time goes."""
+    from ..bench import model
+    from ..training.recipe import load_recipe
+
+    _set_threads(threads)
+    model.run_training(load_recipe(recipe), names(mixers), vocab_size, rounds, typer.echo)
+
+
+@app.command("stream")
+def bench_stream(
+    tokens: Annotated[int, typer.Option(help="Tokens to read.", min=1)] = 1_000_000,
+    points: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 20,
+    figure: Annotated[Path | None, typer.Option(help="A PNG file to draw.")] = None,
+    threads: Threads = 2,
+) -> None:
+    """A small model reads a million tokens: the size of its cache and of the process stay flat."""
+    from ..bench import model
+
+    _set_threads(threads)
+    model.run_stream(tokens, points, figure, typer.echo)
 
 
 def _set_threads(threads: int) -> None:

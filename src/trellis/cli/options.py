@@ -1,4 +1,4 @@
-"""Options that several commands read in one way."""
+"""How several commands read lists of numbers and names in their options."""
 
 from __future__ import annotations
 

@@ -1,32 +1,50 @@
-"""`trellis train`, `compare`, `generate`, `export` and `plot`."""
+"""`trellis train`, `compare`, `generate`, `export`, `plot` and `models`."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from .options import names
+from . import options
 
 Run = Annotated[Path, typer.Argument(help="A run's folder, or one that `trellis export` wrote.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value, in place of the recipe's.")
+    list[str] | None,
+    typer.Option("--set", help="A value in place of the recipe's, such as train.steps=100."),
 ]
 Step = Annotated[int | None, typer.Option(help="The checkpoint of this step; default: newest.")]
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Ends the command if training stops: 130 after Ctrl-C, 143 after SIGTERM, else 1."""
+    from ..training.loop import Interrupted, TrainingStopped
+
+    try:
+        yield
+    except Interrupted as stopped:  # the loop has printed how to go on
+        sys.exit(stopped.exit_code)
+    except TrainingStopped as stopped:
+        sys.exit(f"trellis: {stopped}")
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (.toml), or a run to resume.")],
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; default: runs/NAME of the recipe.")
+        Path | None,
+        typer.Option(help="The run's folder; default: runs/X for a recipe named X.toml."),
     ] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False,
 ) -> None:
     """Train a model by a recipe; under torchrun, on several processes."""
-    from ..training.loop import TrainingStopped
     from ..training.recipe import load_recipe, override
     from ..training.run import recipe_of
     from ..training.run import train as train_run
@@ -43,56 +61,71 @@ def train(
     else:
         chosen = load_recipe(recipe, settings or ())
         run = out or Path("runs") / recipe.stem
-    try:
+    with _exit_codes():
         train_run(chosen, run, resume)
-    except TrainingStopped as error:
-        sys.exit(f"trellis: {error}")
 
 
 def compare(
     recipe: Annotated[Path, typer.Argument(help="A recipe (.toml).")],
     mixers: Annotated[str, typer.Option(help="Names separated by commas; default: all.")] = "",
     out: Annotated[
-        Path | None, typer.Option(help="The runs' folder; default: runs/NAME of the recipe.")
+        Path | None,
+        typer.Option(help="The runs' folder; default: runs/X for a recipe named X.toml."),
     ] = None,
     settings: Settings = None,
 ) -> None:
     """Train several mixers by one recipe, with equal parameters on the same tokens."""
+    from ..evaluation.comparison import compare as compare_runs
     from ..mixers import MIXERS
     from ..mixers.registry import check_name
-    from ..training.comparison import compare as compare_runs
-    from ..training.loop import TrainingStopped
     from ..training.recipe import load_recipe
 
-    compared = names(mixers) if mixers else list(MIXERS)
+    compared = options.names(mixers) if mixers else list(MIXERS)
     for name in compared:
         check_name(name)
     chosen = load_recipe(recipe, settings or ())
-    try:
+    with _exit_codes():
         compare_runs(chosen, compared, out or Path("runs") / recipe.stem, typer.echo)
-    except TrainingStopped as error:
-        sys.exit(f"trellis: {error}")
 
 
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="At most so many tokens.", min=0)] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest.", min=0)] = 0.8,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file of text that comes before --prompt.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.", min=0)] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; higher is more random.", min=0)
+    ] = 0.8,
     top_p: Annotated[
-        float, typer.Option(help="Of the likeliest tokens only.", min=0, max=1)
+        float,
+        typer.Option(
+            help="Draw only from the likeliest tokens with this share of the probability.",
+            min=0,
+            max=1,
+        ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    state_in: Annotated[Path | None, typer.Option(help="Go on from a saved state.")] = None,
-    state_out: Annotated[Path | None, typer.Option(help="Save the state afterwards.")] = None,
+    seed: Annotated[int, typer.Option(help="Another number draws other tokens.")] = 0,
+    state_in: Annotated[
+        Path | None, typer.Option(help="Go on from a state that --state-out saved.")
+    ] = None,
+    state_out: Annotated[
+        Path | None, typer.Option(help="A file to save the state to afterwards.")
+    ] = None,
     step: Step = None,
 ) -> None:
     """Stream text from a trained model."""
     from ..models.cache import TrellisCache
-    from ..training import sampling
+    from ..models.sampling import generate as new_text
     from ..training.run import load_run
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--prompt must be UTF-8; its character {error.start + 1} is a byte that is not"
+        ) from error
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8") + prompt
@@ -102,13 +135,14 @@ def generate(
         raise ValueError(f"--state-out must be a file in a folder that exists; got {state_out}")
     model, tokenizer = load_run(run, step)
     cache = model.init_cache(1) if state_in is None else TrellisCache.load(state_in, model)
-    if state_in is None:
-        typer.echo(prompt, nl=False)
-    for text in sampling.generate(
+    text = new_text(
         model, tokenizer, prompt, cache,
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
-    ):  # fmt: skip
-        typer.echo(text, nl=False)
+    )  # fmt: skip
+    if state_in is None:
+        typer.echo(prompt, nl=False)
+    for part in text:
+        typer.echo(part, nl=False)
         sys.stdout.flush()
     typer.echo()
     if state_out is not None:
@@ -127,7 +161,9 @@ def export(
     from ..training.run import export as export_run
 
     export_run(run, out, step)
-    typer.echo(f'AutoModelForCausalLM.from_pretrained("{out}") loads it, after import trellis')
+    typer.echo(
+        f'AutoModelForCausalLM.from_pretrained("{out}") loads it, after import trellis.models'
+    )
 
 
 def plot(
@@ -135,7 +171,43 @@ def plot(
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("loss.png"),
 ) -> None:
     """Draw the loss curves of runs."""
-    from ..training.plot import draw_losses
+    from ..evaluation.comparison import draw_losses
 
     draw_losses(runs, out)
     typer.echo(f"written to {out}")
+
+
+def models(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Sizes such as 125m; default: all.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 50257,
+    contexts: Annotated[
+        str, typer.Option(help="Contexts to count operations at, separated by commas.")
+    ] = "2048,32768",
+) -> None:
+    """Print parameters, state and operations of every mixer at the paper's sizes."""
+    from ..mixers import MIXERS
+    from ..models.presets import PRESETS, describe
+
+    lengths = options.numbers("contexts", contexts)
+    for name in names or PRESETS:
+        rows = {mixer: describe(name, mixer, lengths, vocab_size=vocab_size) for mixer in MIXERS}
+        shape = next(iter(rows.values()))
+        table = Table(
+            "mixer", "MLP", "parameters", "without embeddings", "state per sequence",
+            *(f"GFLOP/token at {length}" for length in lengths),
+            title=f"{name}: {shape.blocks} blocks of width {shape.width}, {shape.heads} heads",
+        )  # fmt: skip
+        for mixer, row in rows.items():
+            grows = f"grows, {row.growth_bytes / 2**10:.0f} KiB/token"
+            size = grows if row.state_bytes is None else f"{row.state_bytes / 2**20:.2f} MiB"
+            table.add_row(
+                mixer, str(row.mlp), f"{row.parameters:,}",
+                f"{row.parameters - row.embeddings:,}", size,
+                *(f"{flops / 1e9:.3f}" for flops in row.flops),
+            )  # fmt: skip
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
+    typer.echo(
+        "Operations of reading a token, on average over the context; a multiply-add counts as two."
+    )

@@ -15,9 +15,8 @@ from torch import nn
 from ..models.config import TrellisConfig
 from ..models.loss import IGNORED
 from ..models.modeling import TrellisForCausalLM
-from ..training.optimizer import build_optimizer
+from ..training.optimization import build_optimizer, learning_rate
 from ..training.recipe import Recipe, TrainSection
-from ..training.schedule import learning_rate
 from .mqar import Examples, accuracy, examples, query_logits
 from .mqar_preset import Group, Preset, Source
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..training.validation import perplexity_of
+from ..training.metrics import perplexity_of
 from .scoring import BATCH_TOKENS, Progress, batches
 from .subject import Subject
 

@@ -23,14 +23,12 @@ from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
 from ..mixers import mixer_config
 from ..models.config import TrellisConfig
-from ..models.flops import training_flops
-from ..models.presets import weightless
+from ..models.presets import training_flops, weightless
 from ..training import checkpoint as checkpoints
-from ..training.metrics import FILE, read_metrics
+from ..training.metrics import FILE, perplexity_of, read_metrics
+from ..training.optimization import context_at
 from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
-from ..training.schedule import context_at
-from ..training.validation import perplexity_of
 
 
 @dataclass

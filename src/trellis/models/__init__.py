@@ -1,31 +1,35 @@
-"""The language model for Hugging Face transformers. Its parts are imported when first used."""
+"""The language model for Hugging Face transformers.
 
-import importlib
-from typing import Any
+Importing this package registers the model with transformers' Auto classes, so that
+`AutoModelForCausalLM.from_pretrained("my-model")` loads one.
+"""
 
-_HOME = {
-    "TrellisConfig": "config",
-    "TrellisModel": "modeling",
-    "TrellisForCausalLM": "modeling",
-    "TrellisPreTrainedModel": "modeling",
-    "TrellisCache": "cache",
-    "PRESETS": "presets",
-    "preset": "presets",
-    "match_parameters": "presets",
-    "count_parameters": "presets",
-}
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError(
+        "the language model needs transformers: pip install 'trellis-memory[models]'"
+    ) from error
 
-__all__ = sorted(_HOME)
+from .cache import TrellisCache
+from .config import TrellisConfig
+from .modeling import TrellisForCausalLM, TrellisModel, TrellisPreTrainedModel
+from .presets import PRESETS, count_parameters, match_parameters, preset
 
+__all__ = [
+    "PRESETS",
+    "TrellisCache",
+    "TrellisConfig",
+    "TrellisForCausalLM",
+    "TrellisModel",
+    "TrellisPreTrainedModel",
+    "count_parameters",
+    "match_parameters",
+    "preset",
+]
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ImportError(
-            f"trellis.{name} needs transformers: pip install 'trellis-memory[models]'"
-        ) from error
+AutoConfig.register(TrellisConfig.model_type, TrellisConfig, exist_ok=True)
+AutoModel.register(TrellisConfig, TrellisModel, exist_ok=True)
+AutoModelForCausalLM.register(TrellisConfig, TrellisForCausalLM, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The cache: one state per layer. For bounded mixers its size does not depend on what was read."""
+"""The cache: one state per layer. With bounded mixers it does not grow with the tokens read."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ FORMAT_VERSION = 1
 
 
 class TrellisCache(Cache):
-    """States of all layers for a batch of sequences.
+    """The states of all layers for a batch of sequences.
 
-    A model makes it (`use_cache=True`, or `model.init_cache(batch)`) and updates it in place. None
-    stands for a state before the first token.
+    A model makes it (`use_cache=True`, or `model.init_cache(batch)`) and updates it in place. A
+    state may be None before the first token.
     """
 
     def __init__(self, model: TrellisPreTrainedModel, states: list[State], seen: int = 0):
         super().__init__(layers=[])
         self.states = states
-        #: Columns of input read so far, padding included; what generate() calls the length.
+        #: Tokens read so far per sequence, padding included: the length, in generate()'s terms.
         self.seen = seen
         self._model = weakref.ref(model)  # its weights are large, and it may hold caches itself
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """The size of all states in bytes."""
         return sum(t.numel() * t.element_size() for _, t in self._tensors())
 
     @property
@@ -57,7 +57,7 @@ class TrellisCache(Cache):
         ]
 
     def clone(self) -> TrellisCache:
-        """An independent copy: reading on with one leaves the other as it is."""
+        """An independent copy: reading more into one does not change the other."""
         return self._map(torch.Tensor.clone)
 
     def detach(self) -> TrellisCache:
@@ -115,7 +115,7 @@ class TrellisCache(Cache):
             )
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: see crop."""
+        """Does nothing: the cache cannot be cropped, whatever is recorded."""
 
     @property
     def is_croppable(self) -> bool:
@@ -143,8 +143,8 @@ class TrellisCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, whole or not at all.
 
-        The file carries a format version, a checksum and a fingerprint of the model's
-        configuration and weights as they are now, without which the states mean nothing.
+        The file holds a format version, a checksum, and a fingerprint of the model's configuration
+        and present weights: `load` refuses the file for any other model.
         """
         model = self._owner()
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._tensors()}

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from .. import checks
 from ..mixers import mixer_config
 from ..mixers.registry import check_name
-from .registration import register_models
 
 #: SwiGLU widths are rounded up to a multiple of this.
 MLP_MULTIPLE = 32
@@ -19,7 +18,8 @@ MLP_MULTIPLE = 32
 class TrellisConfig(PreTrainedConfig):
     """A pre-norm language model whose mixer is chosen by name, for all layers or for each.
 
-    vocab_size, hidden_size, num_hidden_layers, num_attention_heads: as everywhere.
+    vocab_size, hidden_size, num_hidden_layers, num_attention_heads: as in every model of
+        transformers; num_attention_heads is the default number of heads of every mixer.
     intermediate_size: width of the SwiGLU; None means 8/3 of hidden_size, rounded up to a
         multiple of 32. `match_parameters` sets it to compare mixers at one parameter count.
     mixer: a mixer's name, or a list of names that is repeated over the layers, e.g.
@@ -27,9 +27,10 @@ class TrellisConfig(PreTrainedConfig):
     mixer_config: the mixers' own fields, {"trellis": {"slots": 32}}; with a single mixer also
         without its name, {"slots": 32}. The fields are those of each mixer's configuration
         class, e.g. trellis.mixers.TrellisMixerConfig, which can be given as well.
-    norm_eps: epsilon of the RMS norms. initializer_range: spread of the linear maps.
-    segment_size: without gradients, longer inputs are read in segments of so many tokens.
-    loss_tokens: tokens whose logits are in memory at once while the loss is computed.
+    norm_eps: epsilon of the RMS norms.
+    initializer_range: standard deviation of the initial weights of linear maps and embeddings.
+    segment_size: without gradients, an input of more tokens is read in segments of this many.
+    loss_tokens: the loss holds the logits of at most this many tokens in memory at once.
     """
 
     model_type = "trellis"
@@ -53,13 +54,10 @@ class TrellisConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        register_models()
         self._refuse_misspelt(kwargs)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                      "segment_size", "loss_tokens"):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+            checks.at_least(name, getattr(self, name), 1)
         if self.intermediate_size is None:
             self.intermediate_size = default_mlp_width(self.hidden_size)
         if not isinstance(self.mixer, str):
@@ -74,7 +72,7 @@ class TrellisConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
-        """Hugging Face keeps unknown fields, so a slip of the pen would pass unseen."""
+        """Raises at an unknown field that is nearly a known one; transformers keeps any field."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
             hint = checks.did_you_mean(name, known, cutoff=0.9)
@@ -103,7 +101,7 @@ class TrellisConfig(PreTrainedConfig):
         return {names[0]: dict(fields)} if fields else {}
 
     def layer_mixers(self) -> list[tuple[str, dict[str, Any]]]:
-        """(name, fields) of every layer's mixer, the list in `mixer` repeated as needed."""
+        """(name, fields) of the mixer of every layer; a list in `mixer` repeats over the layers."""
         names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
         sections = self.mixer_config or {}
         return [
@@ -113,7 +111,7 @@ class TrellisConfig(PreTrainedConfig):
 
 
 def _as_fields(section: Any) -> dict[str, Any]:
-    """A section as a plain dictionary; mixers' typed configurations are taken as they are."""
+    """`mixer_config` as a plain dictionary; typed configurations of mixers become dictionaries."""
     if section is None:
         return {}
     if dataclasses.is_dataclass(section) and not isinstance(section, type):
@@ -125,5 +123,5 @@ def _as_fields(section: Any) -> dict[str, Any]:
 
 
 def default_mlp_width(hidden_size: int) -> int:
-    """8/3 of the width, rounded up to a multiple of 32."""
+    """8/3 of hidden_size, rounded up to a multiple of 32."""
     return -(-hidden_size * 8 // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE

@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens without all logits in memory at once."""
+"""The cross-entropy of next tokens, without the logits of all tokens in memory at once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def next_token_loss(
 
     hidden [B, T, dim], targets [B, T] with -100 where nothing is to be predicted. Logits are made
     for `chunk` tokens at a time: once for a plain linear head, and again in the backward for any
-    other. `count` replaces the number of predicted tokens as the divisor. Without any token to
-    predict the loss is NaN, as in torch.
+    other head. `count` divides the summed loss, in place of the number of predicted tokens. If
+    there is no token to predict, the loss is NaN, as in torch.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1; got {chunk}")
@@ -52,7 +52,7 @@ def next_token_loss(
 def _is_plain_linear(head: Any, hidden: Tensor) -> TypeGuard[nn.Linear]:
     """Whether head(x) is x times its weight and nothing else: no bias, wrapper or hook.
 
-    Also not under torch.func or in forward mode, which differentiate plain operations only.
+    False under torch.func and in forward mode, which differentiate plain operations only.
     """
     if type(head) is not nn.Linear or head.bias is not None or "forward" in head.__dict__:
         return False
@@ -67,9 +67,9 @@ def _is_plain_linear(head: Any, hidden: Tensor) -> TypeGuard[nn.Linear]:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The summed loss of a linear head, with the gradients taken while the logits are there.
+    """The summed loss of a linear head; the forward computes the gradients from the logits, too.
 
-    Nothing of the weight is kept for the backward: a sharded weight is gone by then.
+    The weight is not kept for the backward: FSDP may have freed it by then.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that is not to be differentiated: without this it would pass for a constant."""
+    """Passes a gradient on, and raises if it is differentiated; else it would count as constant."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class _Once(torch.autograd.Function):
 def _linear_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The summed loss, and its gradients of hidden and weight where they are needed."""
+    """The summed loss, and its gradients with respect to hidden and weight if `needed`."""
     device = hidden.device.type
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
@@ -122,8 +122,8 @@ def _linear_loss(
     dhidden = torch.empty_like(states) if needed[0] else None
     # The sum over the chunks is in fp32 at least.
     dweight = torch.zeros_like(_wide(maps)) if needed[1] else None
-    # One room for the logits of all chunks: fresh memory of this size costs as much as a third of
-    # the product that fills it.
+    # All chunks put their logits into the same memory: allocating it anew each time would take as
+    # long as a third of the product that fills it.
     room = states.new_empty(min(chunk, states.shape[0]), maps.shape[0])
     with torch.autocast(device, enabled=False):
         for start in range(0, states.shape[0], chunk):

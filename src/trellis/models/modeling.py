@@ -16,12 +16,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .. import checks
 from ..mixers.layers import RMSNorm
-from .backbone import Block
+from .backbone import Block, packing_of
 from .cache import TrellisCache, hash_weights
-from .carry import Relay
 from .config import TrellisConfig
 from .loss import IGNORED, next_token_loss
-from .padding import packing_of
+from .relay import Relay
 
 
 class TrellisPreTrainedModel(PreTrainedModel):
@@ -35,7 +34,7 @@ class TrellisPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # Through nn.init alone, which transformers guards while it loads a checkpoint.
+        # Only functions of nn.init: transformers makes them do nothing for weights it has loaded.
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -49,7 +48,7 @@ class TrellisPreTrainedModel(PreTrainedModel):
         return TrellisCache(self, [block.mixer.init_state(batch) for block in blocks])
 
     def fingerprint(self) -> str:
-        """A hash of the configuration and of every weight, for what only fits this model."""
+        """A hash of the configuration and of every weight: files for this model alone carry it."""
         backbone = self.base_model
         fields = {
             "hidden_size": self.config.hidden_size,
@@ -57,7 +56,7 @@ class TrellisPreTrainedModel(PreTrainedModel):
             "intermediate_size": self.config.intermediate_size,
             "num_attention_heads": self.config.num_attention_heads,
             "norm_eps": self.config.norm_eps,
-            # As they came out, defaults included; the backend does not change what is computed.
+            # All fields, with defaults filled in; the backend does not change what is computed.
             "mixers": [
                 {**dataclasses.asdict(block.mixer.config), "backend": None}
                 for block in backbone.layers
@@ -100,15 +99,16 @@ class TrellisModel(TrellisPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Hidden states of the tokens, and the cache after them.
+        """The hidden states of the tokens, and the cache after them.
 
-        input_ids [B, T], or inputs_embeds [B, T, dim]. attention_mask [B, T], 0 at padding, left
-        or right; with a cache it may also cover the tokens read before. cu_seqlens [N+1] makes
-        one row (B = 1) a pack of N sequences. hidden_to_keep returns only that many of the last
-        hidden states (0: all). `relay`, instead of a cache, hands states into and out of every
-        layer; the training loop carries them across steps and processes with it. Positions
-        follow from the order of the tokens: `position_ids`, which generate() passes, are not
-        used.
+        input_ids [B, T], or inputs_embeds [B, T, dim].
+        attention_mask [B, T]: 0 at padding, left or right; with a cache it may also cover the
+            tokens that the cache has read.
+        cu_seqlens [N+1]: makes the one row of a batch (B = 1) a pack of N sequences.
+        hidden_to_keep: only this many of the last hidden states are returned; 0: all.
+        relay: in place of a cache, hands states into and out of every layer (models/relay.py).
+        Positions follow from the order of the tokens: `position_ids`, which generate() passes, are
+        not used.
         """
         _refuse_misspelt(kwargs, type(self).forward)
         given = input_ids if inputs_embeds is None else inputs_embeds
@@ -134,8 +134,8 @@ class TrellisModel(TrellisPreTrainedModel):
         )
         size = tokens if whole else self.config.segment_size
         if cache is None and (use_cache or tokens > size):
-            # The layers make their first states themselves: only inside them are weights whole
-            # that FSDP has sharded.
+            # The layers make their own first states, from weights that FSDP may have sharded and
+            # makes whole only inside the layer.
             cache = TrellisCache(self, [None] * len(self.layers))
         kept, all_hidden = [], None
         first_kept = tokens - hidden_to_keep if hidden_to_keep else 0
@@ -164,7 +164,7 @@ class TrellisModel(TrellisPreTrainedModel):
         cache: TrellisCache | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raises before anything is read."""
+        """Raises at inputs that do not fit together, before any token is read."""
         batch, tokens = given.shape[:2]
         if cu_seqlens is not None:
             if attention_mask is not None:
@@ -199,7 +199,7 @@ class TrellisModel(TrellisPreTrainedModel):
         relay: Relay | None,
         output_hidden_states: bool,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """One segment through all blocks. Updates the cache."""
+        """Passes one segment x [B, T, dim] through all blocks and updates the cache."""
         columns = x.shape[1]
         packing = packing_of(mask)
         if packing is not None:
@@ -228,6 +228,8 @@ class TrellisModel(TrellisPreTrainedModel):
 
 
 class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
+    """The language model: the backbone and a linear head, by default tied to the embedding."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: TrellisConfig):
@@ -253,21 +255,23 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits of the next token, and the loss if `labels` [B, T] are given (-100: none).
+        """Logits of the next token, and the loss if `labels` or `targets` are given.
 
-        `targets` [B, T], in place of labels, are shifted already: targets[:, t] is what token t
-        is to predict, also where that lies beyond the input. They are taken as they are: what
-        must not be predicted, such as the first token of another document, is -100 there.
-        The loss never holds the logits of more than `config.loss_tokens` tokens. The logits
-        returned are those of the last `logits_to_keep` tokens, or at its indices; 0 returns all.
-        By default a call with labels returns all logits if they are those of one such chunk, and
-        none if there are more, so that the loss of a long context fits.
+        labels [B, T]: the tokens themselves, -100 where a token is not to be predicted.
+        targets [B, T]: in place of labels, already shifted: token t is to predict targets[:, t],
+            and nothing where that is -100, as at the last token of a document.
+        logits_to_keep: how many of the last tokens the logits are returned of (0: all), or their
+            indices. By default a call with labels returns all logits if there are at most
+            `config.loss_tokens` tokens, and else none: the loss never holds the logits of more.
+        num_items_in_batch: divides the summed loss, in place of the number of predicted tokens.
         The other arguments are those of TrellisModel.forward.
         """
         _refuse_misspelt(kwargs, type(self).forward)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        name = "targets" if labels is None else "labels"
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and given is not None:
+            checks.shape("labels", labels, given.shape[:2], "[B,T]")
         targets = self._targets(labels, targets, attention_mask, cu_seqlens)
         whole = targets is not None or output_hidden_states or not isinstance(logits_to_keep, int)
         outputs = self.model(
@@ -294,11 +298,6 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             logits = self.lm_head(hidden[:, logits_to_keep])
         loss = None
         if targets is not None:
-            if targets.shape != hidden.shape[:2]:
-                raise ValueError(
-                    f"{name} must have shape [B,T] = {list(hidden.shape[:2])}; "
-                    f"got {list(targets.shape)}"
-                )
             have_all = logits is not None and logits.shape[:2] == targets.shape
             loss = next_token_loss(
                 logits if have_all and logits is not None else hidden,
@@ -322,7 +321,7 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Tensor | None:
-        """What every token is to predict, -100 where nothing."""
+        """What every token is to predict [B, T]; -100 where it is to predict nothing."""
         if labels is None:
             return targets
         if targets is not None:
@@ -355,7 +354,7 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, cache: TrellisCache | None = None) -> TrellisCache:
-        """Read tokens [B, T] of any number into a cache, segment by segment; no logits."""
+        """Reads tokens [B, T], however many, into a cache, and computes no logits."""
         if cache is None:
             cache = self.init_cache(input_ids.shape[0])
         self.model(input_ids, past_key_values=cache, use_cache=True, hidden_to_keep=1)
@@ -367,7 +366,10 @@ def _as_dict(return_dict: bool | None, config: TrellisConfig) -> bool:
 
 
 def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
-    """generate() and others pass keywords that do not concern this model; a slip is an error."""
+    """Raises at an unknown keyword that is nearly a known one.
+
+    Other keywords are accepted: generate() passes some that do not concern this model.
+    """
     for name, value in unknown.items():
         hint = checks.did_you_mean(name, inspect.signature(function).parameters, cutoff=0.85)
         if value is not None and hint:
@@ -375,7 +377,7 @@ def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
 
 
 def _predictable(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Labels without those that would be predicted across a boundary, or from padding."""
+    """Labels with -100 at the first token of every sequence and around padding."""
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens.diff() > 0].long()
         return labels.index_fill(1, starts, IGNORED)

@@ -1,4 +1,10 @@
-"""The paper's model sizes, and how mixers are compared at one parameter count."""
+"""Model sizes: the paper's presets, equal parameter counts, and operations per token.
+
+All models are counted by one formula (docs/flops.md explains it mixer by mixer):
+
+    forward(token)  = 2 x entries of all linear maps, the head included + the mixers' own operations
+    training(token) = 3 x forward(token): the backward makes two products for each of the forward's
+"""
 
 from __future__ import annotations
 
@@ -8,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from .. import checks
 from ..mixers import Mixer
 from .config import TrellisConfig, default_mlp_width
-from .flops import forward_flops
 from .modeling import TrellisForCausalLM
 
-#: blocks, width, heads. The paper does not give the 1B shape; this one is ours.
+#: Blocks, width and heads of each size. The paper does not give the shape of its 1B; it is ours.
 PRESETS: dict[str, dict[str, int]] = {
     "125m": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
     "170m": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 16},
@@ -29,12 +36,12 @@ TOLERANCE = 0.01
 
 
 def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> TrellisConfig:
-    """A model of one of the paper's sizes, with the parameter count of Transformer++ there.
+    """A configuration of one of the paper's sizes, with as many parameters as Transformer++ has.
 
-    `overrides` are further TrellisConfig fields; an intermediate_size among them is kept as it is.
+    `overrides` are further fields of TrellisConfig. With an intermediate_size among them, nothing
+    is matched: the model gets that width.
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    checks.choice("preset", name, tuple(PRESETS))
     config = TrellisConfig(**{**PRESETS[name], "mixer": mixer, **overrides})
     if any(layer == "trellis" for layer, _ in config.layer_mixers()):
         config.mixer_config.setdefault("trellis", {}).setdefault("slots", PAPER_SLOTS)
@@ -46,26 +53,28 @@ def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> T
 
 
 def count_parameters(config: TrellisConfig) -> int:
-    """Parameters of the language model, tied weights counted once. Allocates nothing."""
+    """The number of parameters of a language model, tied weights counted once."""
     return sum(parameter.numel() for parameter in weightless(config).parameters())
 
 
 class Description(NamedTuple):
+    """The shape and the costs of a model."""
+
     blocks: int
     width: int
     heads: int
     mlp: int
     parameters: int
     embeddings: int
-    state_bytes: int | None  # fp32, of one sequence; None: grows with what is read
-    growth_bytes: int  # of the state with a token, after some tokens
-    flops: list[float]  # per token, forward, on average over each context
+    state_bytes: int | None  # of one sequence in fp32; None: it grows with every token read
+    growth_bytes: int  # by which the state of one sequence grows with a token, in fp32
+    flops: list[float]  # operations per token, forward, on average over each of the contexts
 
 
 def describe(
     name: str, mixer_name: str, contexts: Sequence[int] = (), **overrides: Any
 ) -> Description:
-    """What a preset comes to with a mixer."""
+    """The shape and the costs of a preset with a mixer."""
     config = preset(name, mixer_name, **overrides)
     model = weightless(config)
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
@@ -84,7 +93,7 @@ def describe(
 
 
 def weightless(config: TrellisConfig) -> TrellisForCausalLM:
-    """The model on the meta device: its shapes, and no memory."""
+    """A model on the meta device: it has shapes, but takes no memory."""
     with torch.device("meta"):
         return TrellisForCausalLM(config)
 
@@ -113,3 +122,22 @@ def match_parameters(config: TrellisConfig, reference: TrellisConfig) -> Trellis
         f"no MLP width gives this model the {wanted} parameters of the reference: it would have "
         f"to be {exact:.1f}"
     )
+
+
+def forward_flops(model: nn.Module, context: int) -> float:
+    """Operations per token of reading `context` tokens, on average; a multiply-add counts as two.
+
+    Embedding look-ups, norms and activations are left out: they do not grow with the width squared.
+    """
+    mixing = sum(m.flops(context) for m in model.modules() if isinstance(m, Mixer))
+    return 2 * linear_entries(model) + mixing
+
+
+def training_flops(model: nn.Module, context: int) -> float:
+    """Operations per token of a training step, without what activation checkpointing repeats."""
+    return 3 * forward_flops(model, context)
+
+
+def linear_entries(module: nn.Module) -> int:
+    """The number of entries of the weights of all linear maps in a module."""
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))

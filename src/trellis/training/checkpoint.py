@@ -1,13 +1,13 @@
-"""Checkpoints: folders that are whole, or not there.
+"""Checkpoints: folders that appear under their name only when they are whole.
 
 RUN/checkpoints/step-00000100/
     shards/*.safetensors  weights and AdamW's moments, one file per process that holds a part
-    extra.safetensors     the random state, and memory states carried to the next batch
+    extra.safetensors     the random state, and the states that the relay hands to the next step
     config.json           the model's configuration, as transformers reads it
     checkpoint.json       step, recipe, versions, counters, and the sha256 of every other file
 
-Shards are written and read by torch.distributed.checkpoint, so that another number of processes, or
-another strategy, can go on. Nothing in a checkpoint is code: safetensors and JSON alone.
+torch.distributed.checkpoint writes and reads the shards, so that a run can be resumed on another
+number of processes or with another strategy. All files are safetensors or JSON: none holds code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Checkpoint:
-    """A checkpoint on the disk."""
+    """A checkpoint on the disk: its folder, and what its checkpoint.json holds."""
 
     path: Path
     content: dict[str, Any]
@@ -55,7 +55,7 @@ def folder_of(run: Path) -> Path:
 
 
 def steps_in(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run, oldest first; unfinished ones have other names."""
+    """The steps of a run's whole checkpoints, oldest first."""
     folder = folder_of(run)
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(
@@ -68,11 +68,11 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def open_checkpoint(run: Path, step: int | None = None, verify: bool = True) -> Checkpoint:
-    """The newest checkpoint of a run, or that of a step, after every byte of it was verified.
+    """The newest checkpoint of a run, or that of a step; `verify` compares every file's sha256.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: a file of it is missing or was changed.
+        FileNotFoundError: the run has no such checkpoint.
+        ValueError: a file of the checkpoint is missing or was changed.
     """
     steps = steps_in(run)
     if not steps:
@@ -117,10 +117,10 @@ def save(
     keep: int,
     group: Processes,
 ) -> None:
-    """Write a checkpoint, then delete older ones beyond the newest `keep`.
+    """Write a checkpoint, then delete all but the newest `keep`.
 
-    All processes call this with their parts of `tensors`; the first writes the rest. Where
-    something fails, the older checkpoints are untouched and nothing new is visible.
+    All processes call this with their parts of `tensors`; rank 0 writes everything else. If
+    anything fails, the older checkpoints are untouched and no new one appears.
     """
     path = path_of(run, step)
     partial = _partial(path)
@@ -158,12 +158,12 @@ def save(
 
 
 def _partial(path: Path) -> Path:
-    """The name of a checkpoint that is not whole, or no longer."""
+    """The name of a checkpoint that is being written or deleted."""
     return path.with_name(f".{path.name}.partial")
 
 
 def clean(run: Path) -> None:
-    """Delete what an interrupted save left."""
+    """Delete the partial checkpoints that interrupted saves have left in a run."""
     for partial in folder_of(run).glob(".step-*.partial"):
         shutil.rmtree(partial)
 
@@ -171,9 +171,9 @@ def clean(run: Path) -> None:
 def training_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Tensor]:
-    """Weights and moments by name; of a sharded model, this process's parts of them.
+    """Weights and AdamW's moments by name; of a sharded model, this process's parts of them.
 
-    The moments of an optimizer that has not taken a step are made here, as zeros.
+    If the optimizer has not taken a step yet, its moments are made here, as zeros.
     """
     if optimizer is not None and not optimizer.state:
         _start_moments(model, optimizer)
@@ -189,14 +189,14 @@ def training_tensors(
 def _start_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         state = {moment: torch.zeros_like(parameter).detach() for moment in MOMENTS}
-        # Fused AdamW counts beside the weights, the others on the CPU.
+        # Fused AdamW keeps its count of steps on the weights' device, the others on the CPU.
         device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         optimizer.state[parameter] = state
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, whole or sharded, in place from a checkpoint that any processes wrote."""
+    """Fill tensors, whole or sharded, in place; any number of processes may have saved them."""
     with _quiet():
         try:
             reader = dcp.HuggingFaceStorageReader(path=str(checkpoint.path / SHARDS))
@@ -206,6 +206,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def load_extra(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of extra.safetensors by name."""
     with safe_open(checkpoint.path / EXTRA, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
@@ -225,7 +226,7 @@ def _json(content: Any) -> bytes:
 
 
 class _quiet(warnings.catch_warnings):
-    """torch.distributed.checkpoint remarks that there is one process, which is meant."""
+    """A context without torch's warning that there is only one process: that is intended."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()

@@ -1,8 +1,8 @@
-"""Processes: who this one is, and how a model is spread over them.
+"""The processes of a run, and how a model is spread over them.
 
-Started by `torchrun`; without it there is one process and nothing here communicates. With
-`sequence_parallel` = S, ranks d*S to d*S + S - 1 share the d-th slice of the rows, each a part of
-every row.
+`torchrun` starts several processes; without it there is one, and nothing here communicates. With
+train.sequence_parallel = S, the processes of rank d*S to d*S + S - 1 share the d-th slice of the
+rows: each of them has a part of every row.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..models.carry import aligned
 from ..models.modeling import TrellisForCausalLM
+from ..models.relay import aligned
 from .recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Processes:
+    """This process (its rank) among all processes of the run (world)."""
+
     rank: int
     world: int
     device: torch.device
-    sequence_parallel: int
-    relay_group: Any  # the process group that hands states on; None with one part per row
+    sequence_parallel: int  # processes that share a row
+    relay_group: Any  # torch's group of those processes; None if there is one per row
 
     @property
     def first(self) -> bool:
@@ -38,18 +40,21 @@ class Processes:
 
     @property
     def part(self) -> tuple[int, int]:
-        """(index, count): the part of every row that is this process's."""
+        """(index, count): this process has part `index` of the `count` parts of every row."""
         return self.rank % self.sequence_parallel, self.sequence_parallel
 
     def rows(self, rows: int) -> range:
-        """The rows of a global batch that are this process's."""
+        """The rows of a global batch of `rows` rows that this process trains on."""
         groups = self.world // self.sequence_parallel
         count = rows // groups
         index = self.rank // self.sequence_parallel
         return range(index * count, (index + 1) * count)
 
     def micro_rows(self, recipe: Recipe) -> list[range]:
-        """The rows of this process in equal parts of at most train.micro_tokens, a row at least."""
+        """The rows of this process in equal micro-batches of at most train.micro_tokens tokens.
+
+        A micro-batch has at least one row, even if that is longer.
+        """
         rows = self.rows(recipe.rows)
         tokens = recipe.data.context // self.sequence_parallel
         fitting = max(1, recipe.train.micro_tokens // tokens)
@@ -61,7 +66,7 @@ class Processes:
             dist.barrier()
 
     def on_first(self, function: Callable[[], None]) -> None:
-        """Rank 0 calls it; where that fails, all processes raise the same error."""
+        """Calls a function on rank 0; if it fails there, all processes raise the same error."""
         failed: tuple[str, str] | None = None
         if self.first:
             try:
@@ -78,7 +83,7 @@ class Processes:
                 raise ValueError(text) if kind == "ValueError" else OSError(text)
 
     def union(self, names: list[str]) -> list[str]:
-        """Names from any process, in the order of this one's first."""
+        """The names that any process gives, each once, in the order of ranks."""
         if self.world == 1:
             return names
         parts: list[list[str]] = [[] for _ in range(self.world)]
@@ -86,15 +91,16 @@ class Processes:
         return list(dict.fromkeys(name for part in parts for name in part))
 
     def summed(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
         if self.world > 1:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values
 
     def all_rows(self, tensors: list[Tensor]) -> Tensor | None:
-        """The rows of some tensors of all processes in order, on rank 0; None elsewhere.
+        """The rows of all processes' tensors, joined in order, on rank 0; None on the others.
 
-        Caches of attention differ in length. They are aligned at their ends: zeros go in front.
+        Attention's caches may differ in length: zeros go in front of the shorter ones.
         """
         shape = torch.tensor([list(tensor.shape[1:]) for tensor in tensors]).amax(0)
         if self.world > 1:
@@ -111,10 +117,10 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(recipe: Recipe) -> Iterator[Processes]:
-    """This process among those that torchrun started, if it did.
+    """This process among those that torchrun started; the only one without torchrun.
 
     Raises:
-        ValueError: the rows of a batch, or the parts of a row, do not divide evenly.
+        ValueError: the rows of a batch, or the parts of a row, cannot be shared evenly.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
@@ -125,7 +131,7 @@ def processes(recipe: Recipe) -> Iterator[Processes]:
         return
     started = not dist.is_initialized()
     if started:
-        # gloo beside nccl: small things, such as what went wrong, travel on the CPU.
+        # gloo beside nccl: small things, such as error messages, are sent on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         parts = recipe.train.sequence_parallel
@@ -166,10 +172,10 @@ def _check(recipe: Recipe, world: int) -> None:
 
 
 def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Module:
-    """The model as it is called: itself, in DDP, or sharded in place by FSDP2.
+    """The module to call in training: the model itself, or DDP around it; FSDP2 shards in place.
 
-    With parts of rows on several processes it is itself: DDP would exchange gradients while other
-    processes still wait for states. `reduce_gradients` does it afterwards.
+    With sequence_parallel it is the model itself, and `reduce_gradients` averages the gradients
+    after the backward: DDP would exchange them while other processes still wait for states.
     """
     if group.world == 1 or group.sequence_parallel > 1:
         return model
@@ -188,7 +194,7 @@ def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Mo
 
 @contextlib.contextmanager
 def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients are exchanged in the backward of the last micro-batch only."""
+    """A context in which the backward exchanges gradients only for the last micro-batch."""
     if isinstance(called, DistributedDataParallel) and not last:
         with called.no_sync():
             yield
@@ -199,7 +205,7 @@ def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
 
 
 def reduce_gradients(model: nn.Module, group: Processes) -> None:
-    """The mean over processes, after the backward, where DDP and FSDP do not see to it."""
+    """Averages gradients over all processes where DDP and FSDP do not: with sequence_parallel."""
     if group.sequence_parallel == 1:
         return
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -210,12 +216,15 @@ def reduce_gradients(model: nn.Module, group: Processes) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Sharded weights as the optimizer knows them, also after a forward without a backward."""
+    """Frees the whole weights that FSDP gathered for a forward without a backward.
+
+    The optimizer works on the shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, as one. Every process must ask."""
+    """The whole of a tensor that may be sharded; every process must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -21,30 +21,46 @@ from .. import __version__, machine
 from ..data.batches import Batch, Batches
 from ..data.shards import Corpus
 from ..mixers import Mixer
-from ..mixers.base import map_tensors, named_tensors, rebuild
-from ..models.flops import training_flops
 from ..models.modeling import TrellisForCausalLM
+from ..models.presets import training_flops
 from . import checkpoint as checkpoints
-from .diagnosis import Watch, diagnose
 from .distributed import Processes, reduce_gradients, reshard, spread, synchronised, whole
-from .metrics import Metrics, ProgressLine, perplexity
-from .optimizer import build_optimizer
+from .metrics import Metrics, ProgressLine, perplexity_text, validate
+from .optimization import Watch, build_optimizer, context_at, diagnose, learning_rate
 from .recipe import Recipe
-from .relay import Carrier, SegmentRelay
-from .schedule import context_at, learning_rate
-from .validation import validate
+from .relay import ProcessRelay, StepRelay, gathered, restored
 
-#: The best of some products of square matrices of this size counts as the machine's peak.
+#: The machine's peak is the best of some products of square matrices of this size.
 PEAK_SIZES = {"cpu": 2048, "cuda": 8192}
 PEAK_ROUNDS = 10
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on; the newest checkpoint is intact."""
+    """The run cannot go on; the newest checkpoint is intact.
+
+    exit_code: what a command that trains exits with.
+    """
+
+    exit_code = 1
+
+
+class Diverged(TrainingStopped):
+    """The run has done and saved all steps, but its last steps were not finite and were skipped."""
+
+
+class Interrupted(TrainingStopped):
+    """A signal stopped the run after a step, which was saved; 130 for SIGINT, 143 for SIGTERM."""
+
+    def __init__(self, text: str, number: int):
+        super().__init__(text)
+        self.exit_code = 128 + number
 
 
 class Trainer:
-    """One run, new or resumed. What the next step does depends on the checkpoint alone."""
+    """Trains one run, a new one or a resumed one.
+
+    A step depends only on the recipe, the text and the checkpoint that the run was resumed from.
+    """
 
     def __init__(
         self,
@@ -80,11 +96,11 @@ class Trainer:
         )
 
         self.micro = group.micro_rows(recipe)
-        #: Per micro-batch, the states that its rows go on from.
-        self.lanes: list[list[Any] | None] = [None] * len(self.micro)
+        #: For each micro-batch, the states of all layers that the relay hands to the next step.
+        self.relayed: list[list[Any] | None] = [None] * len(self.micro)
         self.step = 0
         self.updates = 0  # steps that were not skipped
-        self.bad_steps = 0
+        self.bad_steps = 0  # steps that were skipped: their loss or gradient was not finite
         self.bad_in_a_row = 0
         self.interval_loss, self.interval_steps = 0.0, 0
         if resumed is not None:
@@ -92,11 +108,14 @@ class Trainer:
 
     # The run.
 
-    def run(self) -> None:
+    def run(self) -> TrainingStopped | None:
         """Train to the last step, or until a signal asks to stop.
 
+        Returns Interrupted after a signal, Diverged if the last steps were skipped, else None: the
+        caller has to let go of the trainer before it raises.
+
         Raises:
-            TrainingStopped: too many non-finite steps in a row, or a file cannot be written.
+            TrainingStopped: too many steps in a row were not finite, or a file cannot be written.
         """
         recipe, group = self.recipe, self.group
         line = ProgressLine(recipe.steps)
@@ -127,23 +146,32 @@ class Trainer:
                         self._validate(metrics, say)
                     # While steps are skipped, a checkpoint would only push out a better one.
                     due = _due(self.step, recipe.checkpoint.every) and not self.bad_in_a_row
-                    if last or due or measured["stop"]:
+                    if last or due or measured["signal"]:
                         self.save()
-                    if measured["stop"] and not last:
-                        say(
+                    if measured["signal"] and not last:
+                        text = (
                             f"stopped after step {self.step}, saved; go on with: "
                             f"trellis train {self.run_folder} --resume"
                         )
-                        return
+                        say(text)
+                        return Interrupted(text, measured["signal"])
             except OSError as error:
                 raise TrainingStopped(
                     f"stopped at step {self.step}: {error}. {self._newest()}"
                 ) from error
             finally:
                 if metrics is not None:
-                    with contextlib.suppress(OSError):  # a full disk has been said already
+                    with contextlib.suppress(OSError):  # that the disk is full was reported above
                         metrics.close()
-        say(f"finished: {self.run_folder}")
+        if self.bad_in_a_row:
+            return Diverged(
+                f"{self.run_folder} has done its {self.step} steps, but the last "
+                f"{self.bad_in_a_row} of them were skipped: their loss or gradient was not finite, "
+                "so the model is probably useless. A lower train.learning_rate may help"
+            )
+        skipped = f"; {self.bad_steps} of {self.step} steps were skipped" if self.bad_steps else ""
+        say(f"finished: {self.run_folder}{skipped}")
+        return None
 
     def _introduce(self, say: Any) -> None:
         recipe = self.recipe
@@ -159,7 +187,7 @@ class Trainer:
             say(f"resumed after step {self.step}")
 
     def _peak(self) -> float:
-        """Operations per second of large products on all processes together, at this moment."""
+        """Operations per second of large matrix products, measured now, over all processes."""
         size = PEAK_SIZES.get(self.group.device.type, 2048)
         dtype = torch.bfloat16 if self.autocast else torch.float32
         self.group.barrier()
@@ -169,23 +197,26 @@ class Trainer:
     # A step.
 
     def _train_step(self, stopping: list[int]) -> dict[str, Any]:
-        """One update, or a step that is skipped. `stopping` holds signals that came meanwhile."""
+        """Updates the weights once, or skips the step if its loss or gradient is not finite.
+
+        stopping: the signals that have come since the run began, in any process.
+        """
         recipe, group, step = self.recipe, self.group, self.step
         rate = learning_rate(recipe, step)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         loss = torch.zeros((), dtype=torch.float64)
-        lanes: list[list[Any] | None] = []
+        relayed: list[list[Any] | None] = []
         for number in range(len(self.micro)):
             batch = self._batch(step, number)
             with synchronised(self.called, last=number == len(self.micro) - 1):
-                part, states = self._forward(batch, self.lanes[number])
+                part, states = self._forward(batch, self.relayed[number])
                 part.backward()
             loss += part.detach().cpu().double() / group.world
-            lanes.append(states)
+            relayed.append(states)
         reduce_gradients(self.model, group)
-        asked = torch.tensor(float(bool(stopping)), dtype=torch.float64)
-        loss, stop = group.summed(torch.stack([loss, asked])).tolist()
+        asked = torch.tensor([s in stopping for s in STOP_SIGNALS], dtype=torch.float64)
+        loss, *counts = group.summed(torch.cat([loss[None], asked])).tolist()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(whole(get_total_norm(grads)))
         self.step += 1
@@ -197,11 +228,12 @@ class Trainer:
             self.bad_in_a_row = 0
             self.interval_loss += loss
             self.interval_steps += 1
-            self.lanes = lanes
+            self.relayed = relayed
         else:
             self._skip(loss, norm)
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "learning_rate": rate, "stop": stop > 0}
+        stop = next((s for s, count in zip(STOP_SIGNALS, counts) if count), None)
+        return {"grad_norm": norm, "learning_rate": rate, "signal": stop}
 
     def _clip(self, norm: float) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -216,12 +248,16 @@ class Trainer:
         )
 
     def _forward(self, batch: Batch, states: list[Any] | None) -> tuple[Tensor, list[Any] | None]:
-        """The loss of a micro-batch, scaled so that the processes' mean is the batch's mean."""
-        relay: Carrier | SegmentRelay | None = None
+        """The loss of a micro-batch, and the states that the relay hands to the next step.
+
+        The loss is scaled so that the mean over processes of their summed losses is the mean over
+        the global batch.
+        """
+        relay: StepRelay | ProcessRelay | None = None
         if self.group.part[1] > 1:
-            relay = SegmentRelay(self.group, batch, self.templates)
+            relay = ProcessRelay(self.group, batch, self.templates)
         elif self.recipe.data.batches == "contiguous":
-            relay = Carrier(states, batch)
+            relay = StepRelay(states, batch)
         with self._autocast():
             loss = self.called(
                 **batch.model_inputs(),
@@ -230,33 +266,33 @@ class Trainer:
                 logits_to_keep=1,
                 use_cache=False,
             ).loss
-        return loss, relay.states if isinstance(relay, Carrier) else None
+        return loss, relay.states if isinstance(relay, StepRelay) else None
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _skip(self, loss: float, norm: float) -> None:
-        """Leave the weights as they are, and the carried states behind: they may be the cause."""
+        """Count a bad step and drop the relayed states, perhaps its cause; stop after too many."""
         self.bad_steps += 1
         self.bad_in_a_row += 1
-        lanes, self.lanes = self.lanes, [None] * len(self.micro)
+        relayed, self.relayed = self.relayed, [None] * len(self.micro)
         if self.bad_in_a_row < self.recipe.train.max_bad_steps:
             return
         with torch.no_grad(), Watch(self.model) as watch:
             for number in range(len(self.micro)):
-                self._forward(self._batch(self.step - 1, number), lanes[number])
+                self._forward(self._batch(self.step - 1, number), relayed[number])
         cause = diagnose(self.model, watch.first, self.group.union)
         raise TrainingStopped(
             f"{self.bad_in_a_row} steps in a row gave a loss or gradient that is not finite (step "
             f"{self.step}: loss {loss}, gradient norm {norm}): {cause}. {self._newest()}"
         )
 
-    # What is written.
+    # Records and checkpoints.
 
     def _record(
         self, measured: dict[str, Any], seconds: float, tokens: int, peak: float
     ) -> dict[str, Any]:
-        # None where every step since the last record was skipped.
+        # None if every step since the last record was skipped.
         loss = self.interval_loss / self.interval_steps if self.interval_steps else None
         self.interval_loss, self.interval_steps = 0.0, 0
         rate = tokens / seconds
@@ -297,16 +333,16 @@ class Trainer:
             metrics.write({"step": self.step, **found})
         loss = found["validation_loss"]
         say(
-            f"step {self.step}: validation loss {loss:.4f}, perplexity {perplexity(loss):,.2f}, "
+            f"step {self.step}: validation loss {loss:.4f}, perplexity {perplexity_text(loss)}, "
             f"{found['validation_bits_per_byte']:.3f} bits per byte"
         )
 
     def save(self) -> None:
-        """Write a checkpoint of this moment. Every process must call it."""
+        """Write a checkpoint of the present step. Every process must call it."""
         extra = {"rng.cpu": torch.get_rng_state()}
         if self.group.device.type == "cuda":
             extra["rng.cuda"] = torch.cuda.get_rng_state(self.group.device)
-        extra.update(self._gathered_lanes())
+        extra.update(gathered(self.relayed, self.group))
         checkpoints.save(
             self.run_folder,
             self.step,
@@ -326,20 +362,6 @@ class Trainer:
             self.group,
         )
 
-    def _gathered_lanes(self) -> dict[str, Tensor]:
-        """The carried states of all rows of the global batch, on rank 0, if there are any."""
-        present = [states for states in self.lanes if states is not None]
-        if len(present) < len(self.lanes):
-            return {}
-        tensors: dict[str, Tensor] = {}
-        for layer in range(len(self.templates)):
-            per_micro = [dict(named_tensors(states[layer])) for states in present]
-            for name in per_micro[0]:
-                rows = self.group.all_rows([part[name] for part in per_micro])
-                if rows is not None:
-                    tensors[f"lanes.{layer}.{name}"] = rows.cpu()
-        return tensors
-
     def _load(self, resumed: checkpoints.Checkpoint) -> None:
         content = resumed.content
         checkpoints.load_tensors(resumed, checkpoints.training_tensors(self.model, self.optimizer))
@@ -352,21 +374,10 @@ class Trainer:
         torch.set_rng_state(extra["rng.cpu"])
         if self.group.device.type == "cuda" and "rng.cuda" in extra:
             torch.cuda.set_rng_state(extra["rng.cuda"], self.group.device)
-        if any(name.startswith("lanes.") for name in extra):
-            self.lanes = [self._rows_of(extra, rows) for rows in self.micro]
-
-    def _rows_of(self, extra: dict[str, Tensor], rows: range) -> list[Any]:
-        picked = {
-            name: tensor[rows.start : rows.stop].to(self.group.device)
-            for name, tensor in extra.items()
-            if name.startswith("lanes.")
-        }
-        return [
-            map_tensors(torch.clone, rebuild(template, picked, f"lanes.{layer}"))
-            for layer, template in enumerate(self.templates)
-        ]
+        self.relayed = restored(extra, self.micro, self.templates, self.group.device)
 
     def _newest(self) -> str:
+        """A sentence about the newest checkpoint, to end an error with."""
         steps = checkpoints.steps_in(self.run_folder)
         if not steps:
             return "There is no checkpoint yet."
@@ -374,6 +385,7 @@ class Trainer:
 
 
 def build_model(recipe: Recipe, corpus: Corpus) -> TrellisForCausalLM:
+    """A new model by the recipe, for the vocabulary of the corpus."""
     end = corpus.manifest["tokenizer"]["end_of_document"]
     config = recipe.model.config(corpus.vocab_size, eos_token_id=end)
     model = TrellisForCausalLM(config)
@@ -381,8 +393,8 @@ def build_model(recipe: Recipe, corpus: Corpus) -> TrellisForCausalLM:
         for name, module in model.named_modules():
             if isinstance(module, Mixer) and math.isinf(module.state_size()):
                 raise ValueError(
-                    f'data.batches = "contiguous" carries states on for ever, but that of {name} '
-                    "grows with what is read: give it a window, or use packed batches"
+                    f'data.batches = "contiguous" never lets a state start afresh, but that of '
+                    f"{name} grows with what is read: give it a window, or use packed batches"
                 )
     return model
 
@@ -410,11 +422,15 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+#: Signals that stop a run after the present step.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C are noted, to stop after the step; a second Ctrl-C interrupts at once.
+    """Collects SIGTERM and Ctrl-C in a list; a second Ctrl-C interrupts at once.
 
-    Not under torchrun, which passes signals on that the terminal has sent already.
+    Under torchrun a second one does not: torchrun repeats the Ctrl-C that the terminal has sent.
     """
     noted: list[int] = []
     launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -425,8 +441,8 @@ def _stop_signals() -> Iterator[list[int]]:
         noted.append(number)
 
     try:
-        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: whoever owns it handles signals
+        before = {s: signal.signal(s, note) for s in STOP_SIGNALS}
+    except ValueError:  # only the main thread may handle signals
         yield noted
         return
     try:

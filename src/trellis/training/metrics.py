@@ -1,4 +1,4 @@
-"""What a person sees of a run: metrics.jsonl, the progress line, TensorBoard.
+"""What is measured of a run: the loss on held-out text, metrics.jsonl, the progress line.
 
 A record of metrics.jsonl has its `step`, what was measured, and under `timing` all that differs
 from run to run; without `timing`, an interrupted and resumed run writes the same bytes.
@@ -14,9 +14,69 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+from torch import nn
+
+from ..data.batches import Stream, assemble, validation_windows
 from ..files import write_whole
+from .distributed import Processes
 
 FILE = "metrics.jsonl"
+
+
+@torch.no_grad()
+def validate(
+    called: nn.Module, stream: Any, context: int, tokens: int, rows: int, group: Processes
+) -> dict[str, float]:
+    """The mean loss over about `tokens` tokens of a stream, in windows of `context` tokens.
+
+    The windows are spread evenly over the stream, so that every call measures the same text. The
+    processes share them, `rows` windows at a time; documents in a window are read separately.
+    """
+    context = min(context, stream.tokens - 1)
+    starts = validation_windows(stream, context, tokens)
+    rounds = math.ceil(len(starts) / (rows * group.world))
+    total = torch.zeros(2, dtype=torch.float64)
+    called.eval()
+    try:
+        for number in range(rounds):
+            begin = (number * group.world + group.rank) * rows
+            mine = starts[begin : begin + rows]
+            # A sharded model is called by all processes equally often.
+            summed, count = _summed_loss(called, stream, mine or starts[:1], context, group.device)
+            if mine:
+                total += torch.tensor([summed, count], dtype=torch.float64)
+    finally:
+        called.train()
+    summed, count = group.summed(total).tolist()
+    loss = summed / count
+    return {
+        "validation_loss": loss,
+        "validation_perplexity": perplexity_of(loss),
+        "validation_bits_per_byte": loss / math.log(2) * stream.tokens / max(stream.bytes, 1),
+    }
+
+
+def _summed_loss(
+    called: nn.Module, stream: Stream, starts: list[int], context: int, device: torch.device
+) -> tuple[float, int]:
+    """The summed loss of the windows that begin at `starts`, and their number of targets."""
+    batch = assemble([(stream, start) for start in starts], context).to(device)
+    loss = called(
+        **batch.model_inputs(), num_items_in_batch=1, logits_to_keep=1, use_cache=False
+    ).loss
+    return float(loss), batch.predicted
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss), for a loss in nats per token; at most exp(700), which is still finite."""
+    return math.exp(min(loss, 700.0))
+
+
+def perplexity_text(loss: float) -> str:
+    """The perplexity for a progress line: "7.39", "1,234.50" or "1.0e+12"."""
+    perplexity = perplexity_of(loss)
+    return f"{perplexity:.1e}" if perplexity >= 1e9 else f"{perplexity:,.2f}"
 
 
 class Metrics:
@@ -46,10 +106,10 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All records; a last line that was cut off in writing is left out.
+    """All records of a run; a last line that was cut off in writing is left out.
 
     Raises:
-        FileNotFoundError: the run has none.
+        FileNotFoundError: the folder has no metrics.
         ValueError: a line other than the last is not JSON.
     """
     path = run / FILE
@@ -70,7 +130,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def check_tensorboard() -> None:
-    """Raises ValueError where the package is missing."""
+    """Raises ValueError if the package tensorboard is missing."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
             "log.tensorboard needs the package tensorboard: pip install "
@@ -85,7 +145,7 @@ def _events(run: Path, after: int) -> Any:
 
 
 class ProgressLine:
-    """One line per record on a file, one line that is written over on a terminal."""
+    """The progress of a run: one line that is overwritten on a terminal, else a line per record."""
 
     def __init__(self, steps: int, out: TextIO | None = None):
         self.steps = steps
@@ -97,7 +157,7 @@ class ProgressLine:
         timing, loss = record["timing"], record["loss"]
         parts = [
             f"step {record['step']:>{len(str(self.steps))}}/{self.steps}",
-            "no loss" if loss is None else f"loss {loss:.4f}  perplexity {perplexity(loss):,.2f}",
+            "no loss" if loss is None else f"loss {loss:.4f}  perplexity {perplexity_text(loss)}",
             f"{timing['tokens_per_second']:,.0f} tokens/s",
             f"{timing['utilisation']:.0%} of peak",
             f"{timing['memory_bytes'] / 2**30:.2f} GiB",
@@ -113,17 +173,14 @@ class ProgressLine:
         self.open = self.over
 
     def say(self, text: str) -> None:
+        """Prints a line of its own, below the progress line if there is one."""
         self.out.write(f"\n{text}\n" if self.open else f"{text}\n")
         self.out.flush()
         self.open = False
 
 
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def clock(seconds: float) -> str:
-    """3:07, or 1:02:33"""
+    """Seconds as "3:07" (minutes and seconds) or "1:02:33" (with hours)."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

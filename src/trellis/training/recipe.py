@@ -1,6 +1,11 @@
-"""Recipes: typed TOML files that say what is trained, on what, and how.
+"""Recipes: TOML files that say which model is trained, on which text, and how.
 
-A recipe may `include` others, given relative to itself; its own keys win.
+    include = "base.toml"     # one or several other recipes, relative to this file
+
+    [train]
+    steps = 1000              # wins over the included recipe's
+
+The sections and their keys are the classes and fields below.
 """
 
 from __future__ import annotations
@@ -35,10 +40,15 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 @dataclass
 class ModelSection:
-    """The model. Sizes come from `preset`, or from the three numbers.
+    """[model]: the model.
 
-    mixer: a name, or a list of names repeated over the layers. mixer_config: the mixers' fields.
-    intermediate_size: None gives the model the parameter count of Transformer++ at that size.
+    preset: a size such as "125m"; or, in its place, hidden_size, num_hidden_layers and
+        num_attention_heads.
+    intermediate_size: width of the MLPs; without it, the width with which the model has as many
+        parameters as Transformer++ of that size.
+    mixer: a name, or a list of names that is repeated over the layers.
+    mixer_config: fields of the mixer, such as {slots = 32}; with several mixers a table for each.
+    The other keys are fields of TrellisConfig.
     """
 
     preset: str | None = None
@@ -59,11 +69,11 @@ class ModelSection:
         else:
             for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
                 if getattr(self, name) is None:
-                    raise ValueError(f"model.{name} must be given where there is no model.preset")
+                    raise ValueError(f"model.{name} must be given if there is no model.preset")
         checks.at_least("model.norm_eps", self.norm_eps, 0, whole=False)
         checks.at_least("model.initializer_range", self.initializer_range, 0, whole=False)
         config = self.config(vocab_size=256)
-        with torch.device("meta"):  # raises where a mixer cannot have this width
+        with torch.device("meta"):  # raises if a mixer cannot have this width
             for name, fields in config.layer_mixers()[: len(MIXERS)]:
                 build_mixer(name, config.hidden_size, config.num_attention_heads, **fields)
 
@@ -86,12 +96,16 @@ class ModelSection:
 
 @dataclass
 class DataSection:
-    """The text. `path` is a folder that `trellis data prepare` wrote.
+    """[data]: the text.
 
-    batches: "packed" or "contiguous". context: tokens of a row. validation_path: another prepared
-    folder, whose training part (all of it, prepared with --validation 0) is validated on; None: the
-    validation part of `path`. sources, tokenizer: what `path` is made from; said to who does not
-    have it yet.
+    path: a folder that `trellis data prepare` wrote.
+    batches: "packed" (documents share rows, each starts afresh) or "contiguous" (every row reads
+        on where it stopped in the step before).
+    context: tokens of a row.
+    validation_path: another prepared folder, all of whose training part is validated on; without
+        it, the validation part of `path`.
+    sources, tokenizer: what `path` is prepared from. If there is no folder at `path` yet, the
+        error names the command that makes it of these.
     """
 
     path: str = ""
@@ -110,18 +124,24 @@ class DataSection:
 
 @dataclass
 class TrainSection:
-    """How it is trained.
+    """[train]: how the model is trained.
 
-    steps, or tokens: how long. rows: sequences of a global batch, or batch_tokens: its tokens.
-    micro_tokens: a process takes at most so many tokens at once (but a row at least), and
-        accumulates gradients over the rest of its rows.
-    warmup: share of the steps with a rising learning rate; then a cosine to min_learning_rate.
-    weight_decay is not applied to norms, biases, gates, convolutions and embeddings.
-    context_warmup: [[share of the steps, tokens], ...]: up to that share, rows are cut into
+    steps, or tokens: the length of the run.
+    rows, or batch_tokens: rows of a step's batch over all processes, or its tokens.
+    micro_tokens: a process reads at most so many tokens at once (but at least one row), and sums
+        gradients over its micro-batches.
+    learning_rate, min_learning_rate, warmup: the rate rises over this share of the steps, then
+        falls to the minimum along a cosine.
+    weight_decay: not applied to norms, biases, gates, convolutions and embeddings.
+    clip: the largest norm of the gradient; 0 leaves it as it is.
+    context_warmup: [[share of the steps, tokens], ...]; up to each share, rows are cut into
         sequences of so many tokens.
-    precision: "auto" is bf16 autocast on a GPU and fp32 on a CPU. checkpointing: activations are
-        computed again in the backward. strategy: for several processes. sequence_parallel:
-        processes that share a row. max_bad_steps: non-finite steps in a row that stop the run.
+    precision: "fp32", "bf16" (autocast), or "auto": bf16 on a GPU, fp32 on a CPU.
+    checkpointing: activations are computed again in the backward, which saves memory.
+    compile: blocks are compiled by torch.compile.
+    strategy: "ddp" or "fsdp", for several processes.
+    sequence_parallel: how many processes share a row.
+    max_bad_steps: the run stops after so many steps in a row without a finite loss and gradient.
     """
 
     steps: int | None = None
@@ -155,15 +175,12 @@ class TrainSection:
         checks.choice("train.strategy", self.strategy, STRATEGIES)
         checks.choice("train.device", self.device, DEVICES)
         for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
-            if getattr(self, name) is not None:
-                checks.at_least(f"train.{name}", getattr(self, name), 1)
+            checks.at_least(f"train.{name}", getattr(self, name), 1, optional=True)
         for name in ("tokens", "batch_tokens"):
-            if getattr(self, name) is not None:
-                checks.at_least(f"train.{name}", getattr(self, name), 1, whole=False)
+            checks.at_least(f"train.{name}", getattr(self, name), 1, whole=False, optional=True)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "epsilon", "clip"):
             checks.at_least(f"train.{name}", getattr(self, name), 0, whole=False)
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"train.warmup must be a share from 0 to 1; got {self.warmup}")
+        checks.share("train.warmup", self.warmup)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas must be two numbers from 0 to 1; got {self.betas}")
         pairs = [entry for entry in self.context_warmup if len(entry) == 2]
@@ -179,8 +196,13 @@ class TrainSection:
 
 @dataclass
 class LogSection:
-    """every: steps per progress line. validate_every: steps per validation, 0: only at the end.
-    validation_tokens: tokens of a validation. tensorboard: also write events for it."""
+    """[log]: what is written about the run.
+
+    every: steps between two records of metrics.jsonl.
+    validate_every: steps between two validations; 0: only at the end.
+    validation_tokens: tokens that a validation reads, about.
+    tensorboard: also writes events for TensorBoard.
+    """
 
     every: int = 10
     validate_every: int = 0
@@ -195,7 +217,7 @@ class LogSection:
 
 @dataclass
 class CheckpointSection:
-    """every: steps per checkpoint, 0: only at the end. keep: how many of the newest are kept."""
+    """[checkpoint]: every: steps between two; 0: only at the end. keep: how many newest to keep."""
 
     every: int = 0
     keep: int = 2
@@ -207,6 +229,8 @@ class CheckpointSection:
 
 @dataclass
 class Recipe:
+    """All sections of a recipe."""
+
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
@@ -214,7 +238,7 @@ class Recipe:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
     def check(self) -> None:
-        """Raises ValueError at a value out of range, or at two that do not go together."""
+        """Raises ValueError if a value is out of range, or two values do not go together."""
         for section in dataclasses.fields(self):
             getattr(self, section.name).check()
         context, parts = self.data.context, self.train.sequence_parallel
@@ -240,7 +264,7 @@ class Recipe:
 
     @property
     def rows(self) -> int:
-        """Sequences of a global batch."""
+        """Rows of a step's batch over all processes."""
         if self.train.rows is not None:
             return self.train.rows
         assert self.train.batch_tokens is not None
@@ -248,13 +272,14 @@ class Recipe:
 
     @property
     def steps(self) -> int:
+        """Steps of the whole run."""
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.tokens is not None
         return math.ceil(self.train.tokens / (self.rows * self.data.context))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without those that are None: what `from_dict` reads."""
+        """The sections as dictionaries, without values that are None; `from_dict` reads them."""
         return {
             section: {k: v for k, v in values.items() if v is not None}
             for section, values in dataclasses.asdict(self).items()
@@ -262,11 +287,11 @@ class Recipe:
 
 
 def from_dict(table: Mapping[str, Any]) -> Recipe:
-    """A checked recipe.
+    """A recipe from sections such as {"train": {"steps": 100}}.
 
     Raises:
-        ValueError: an unknown key (the nearest right one is named), a value of another type, or
-            one out of range.
+        ValueError: a key is unknown (the nearest known one is named), or a value has the wrong
+            type or is out of range.
     """
     recipe = _build(Recipe, table, "")
     recipe.check()
@@ -275,20 +300,22 @@ def from_dict(table: Mapping[str, Any]) -> Recipe:
 
 def load_recipe(path: Path, settings: Iterable[str] = ()) -> Recipe:
     """A recipe from a TOML file, with settings such as "train.steps=100" in place of its values."""
-    table = _read(path, ())
-    for setting in settings:
-        _set(table, setting)
-    return from_dict(table)
+    return _with_settings(_read(path, ()), settings)
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
-    table = recipe.as_dict()
+    """A copy of a recipe with settings such as "train.steps=100"."""
+    return _with_settings(recipe.as_dict(), settings)
+
+
+def _with_settings(table: dict[str, Any], settings: Iterable[str]) -> Recipe:
     for setting in settings:
-        _set(table, setting)
+        _merge(table, _parsed(setting))
     return from_dict(table)
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """The sections of a file and of those it includes; `above` are the files that include it."""
     path = path.resolve()
     if path in above:
         raise ValueError(f"{path} includes itself")
@@ -310,34 +337,37 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], table: dict[str, Any]) -> None:
+    """Puts the values of `table` into `base`, section by section."""
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             _merge(base[key], value)
         else:
             base[key] = value
-    # Two ways of saying one thing: the later one counts.
+    # Two keys for one thing: the later one replaces the earlier.
     for one, other in (("steps", "tokens"), ("rows", "batch_tokens")):
         for mine, dropped in ((one, other), (other, one)):
             if mine in table and dropped not in table:
                 base.pop(dropped, None)
 
 
-def _set(table: dict[str, Any], setting: str) -> None:
+def _parsed(setting: str) -> dict[str, Any]:
+    """{"train": {"steps": 100}} of "train.steps=100". Words need no quotes."""
     name, equals, text = setting.partition("=")
     if not equals or not name:
         raise ValueError(f"--set must be section.key=value; got {setting!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word
-    *sections, key = name.strip().split(".")
-    nested: dict[str, Any] = {key: value}
-    for section in reversed(sections):
-        nested = {section: nested}
-    _merge(table, nested)
+    except tomllib.TOMLDecodeError as error:
+        if text.lstrip().startswith(("[", "{", '"', "'")):
+            raise ValueError(f"--set {setting}: the value is not valid TOML: {error}") from error
+        value = text  # a word or a path
+    for part in reversed(name.strip().split(".")):
+        value = {part: value}
+    return value
 
 
 def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
+    """A recipe or a section from a table; `prefix` is the section's name for errors, "train."."""
     hints = typing.get_type_hints(cls)
     known = list(hints)
     values = {}
@@ -350,6 +380,11 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
             raise ValueError(f"a recipe has no {what} {prefix}{key}{hint}")
         wanted = hints[key]
         if dataclasses.is_dataclass(wanted):
+            if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+                raise ValueError(
+                    f"{prefix}{key} must be one section, [{key}]; got a list of {len(value)}, "
+                    f"as [[{key}]] makes it"
+                )
             if not isinstance(value, Mapping):
                 raise ValueError(f"{prefix}{key} must be a section; got {value!r}")
             values[key] = _build(typing.cast(type, wanted), value, f"{prefix}{key}.")
@@ -359,15 +394,15 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _section_of(key: str) -> str | None:
-    """Where a key belongs that was put into another section."""
-    for section in dataclasses.fields(Recipe):
-        cls = typing.get_type_hints(Recipe)[section.name]
+    """The right name of a key that stands in a wrong section, such as "data.context"."""
+    for name, cls in typing.get_type_hints(Recipe).items():
         if key in typing.get_type_hints(cls):
-            return f"{section.name}.{key}"
+            return f"{name}.{key}"
     return None
 
 
 def _typed(value: Any, wanted: Any, name: str) -> Any:
+    """A value as the type of its field; raises ValueError if it is of another type."""
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(wanted):
@@ -396,6 +431,7 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
 
 
 def _said(wanted: Any) -> str:
+    """A type in words: "a whole number or a text"."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):

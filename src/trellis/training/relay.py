@@ -1,7 +1,9 @@
-"""Who hands states into and out of the layers while a batch is read.
+"""The relays of training: they hand states from step to step, or from process to process.
 
-Carrier: from step to step, for rows that go on in the next batch (truncated back-propagation).
-SegmentRelay: from process to process, for rows that are shared; gradients travel back.
+StepRelay: rows that go on in the next batch start there from their final states of this one, which
+are cut off from the graph (truncated back-propagation).
+ProcessRelay: the parts of a row lie on successive processes. Each process sends its final states to
+the next one, and in the backward receives their gradients.
 """
 
 from __future__ import annotations
@@ -15,23 +17,28 @@ from torch.autograd.function import once_differentiable
 
 from ..data.batches import Batch
 from ..mixers.base import State, map_tensors, named_tensors, rebuild
-from ..models.carry import Carried, select
+from ..models.relay import RelayedStates, select
 from .distributed import Processes
 
 
-class Carrier:
-    """Keeps the final states of a batch's rows for the next batch."""
+def _states_for(batch: Batch, rows: State) -> RelayedStates:
+    return RelayedStates(rows, batch.first, batch.goes_on, batch.sequences)
+
+
+class StepRelay:
+    """Hands the final states of the last step's rows to this step's batch.
+
+    states: those of every layer, as the relay of the last step collected them; None at the start.
+    """
 
     def __init__(self, states: list[State] | None, batch: Batch):
         self.given = states if bool(batch.goes_on.any()) else None
         self.batch = batch
+        #: The final states of every layer, for the relay of the next step.
         self.states: list[State] = []
 
-    def before(self, layer: int) -> Carried | None:
-        if self.given is None:
-            return None
-        batch = self.batch
-        return Carried(self.given[layer], batch.first, batch.goes_on, batch.sequences)
+    def before(self, layer: int) -> RelayedStates | None:
+        return None if self.given is None else _states_for(self.batch, self.given[layer])
 
     def after(self, layer: int, state: State, x: Tensor) -> Tensor:
         rows = select(state, self.batch.last)
@@ -39,10 +46,50 @@ class Carrier:
         return x
 
 
-class SegmentRelay:
-    """Receives the states of a row from the process with the part before; sends them on.
+#: The prefix of states in a checkpoint's extra.safetensors, as in "relay.0.memory.keys".
+PREFIX = "relay."
 
-    Layer after layer: while one process computes layer l of its part, the one before it is at
+
+def gathered(relayed: list[list[State] | None], group: Processes) -> dict[str, Tensor]:
+    """The states of all rows of the global batch by name, for a checkpoint.
+
+    relayed: for each micro-batch of this process, the states that its StepRelay collected. Only
+    rank 0 gets tensors.
+    """
+    present = [states for states in relayed if states is not None]
+    tensors: dict[str, Tensor] = {}
+    if len(present) < len(relayed):
+        return tensors
+    for layer in range(len(present[0])):
+        parts = [dict(named_tensors(states[layer])) for states in present]
+        for name in parts[0]:
+            rows = group.all_rows([part[name] for part in parts])
+            if rows is not None:
+                tensors[f"{PREFIX}{layer}.{name}"] = rows.cpu()
+    return tensors
+
+
+def restored(
+    tensors: dict[str, Tensor], micro: list[range], templates: list[State], device: torch.device
+) -> list[list[State] | None]:
+    """The states of each micro-batch's rows from a checkpoint; None if it has no states."""
+    # Checkpoints of earlier versions have "lanes." in place of "relay.".
+    named = {name.replace("lanes.", PREFIX): tensor for name, tensor in tensors.items()}
+    saved = {name: tensor for name, tensor in named.items() if name.startswith(PREFIX)}
+    if not saved:
+        return [None] * len(micro)
+    found: list[list[State] | None] = []
+    for rows in micro:
+        # Copied, so that nothing holds on to the rows of the whole batch.
+        mine = {n: t[rows.start : rows.stop].clone().to(device) for n, t in saved.items()}
+        found.append([rebuild(t, mine, f"{PREFIX}{i}") for i, t in enumerate(templates)])
+    return found
+
+
+class ProcessRelay:
+    """Receives the states of rows from the process with the part before, and sends them on.
+
+    Layer by layer: while one process computes layer l of its part, the process before it computes
     layer l + 1 of its own. In the backward the gradients come back in the reverse order.
     """
 
@@ -53,16 +100,15 @@ class SegmentRelay:
         self.target = group.rank + 1 if index < parts - 1 else None
         self.group, self.device = group.relay_group, group.device
 
-    def before(self, layer: int) -> Carried | None:
+    def before(self, layer: int) -> RelayedStates | None:
         if self.source is None:
             return None
-        # Something that requires a gradient, so that the received states do.
+        # The anchor requires a gradient, so that autograd calls the backward of the receiving.
         anchor = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         names = [name for name, _ in named_tensors(self.templates[layer])]
         tensors = _Receive.apply(anchor, len(names), self.source, self.group)
         rows = rebuild(self.templates[layer], dict(zip(names, tensors)))
-        batch = self.batch
-        return Carried(rows, batch.first, batch.goes_on, batch.sequences)
+        return _states_for(self.batch, rows)
 
     def after(self, layer: int, state: State, x: Tensor) -> Tensor:
         if self.target is None:
@@ -72,7 +118,7 @@ class SegmentRelay:
 
 
 class _Send(torch.autograd.Function):
-    """Sends tensors, and returns x; the backward receives their gradients."""
+    """Sends tensors, and returns x; the backward receives the gradients of the tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: int, group: Any, *tensors: Tensor) -> Tensor:
@@ -121,12 +167,13 @@ class _Receive(torch.autograd.Function):
         return torch.zeros((), device=ctx.device), None, None, None
 
 
-#: What a state may consist of.
+#: The types that a tensor of a state may have; the header of a message holds the index.
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 _MOST_DIMENSIONS = 8
 
 
 def _send(tensor: Tensor, target: int, group: Any) -> None:
+    """Sends a header of fixed size (type, number of dimensions, shape), then the tensor."""
     header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     header += [0] * (_MOST_DIMENSIONS + 2 - len(header))
     dist.send(torch.tensor(header, device=tensor.device), dst=target, group=group)

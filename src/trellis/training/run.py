@@ -11,8 +11,10 @@ import contextlib
 import gc
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +31,10 @@ from .recipe import Recipe, from_dict
 
 RECIPE = "recipe.json"
 TOKENIZER = "tokenizer.json"
+#: In recipe.json, beside the recipe's sections: where its paths led when the run was started.
+ABSOLUTE = "absolute_paths"
+#: Keys of [data] that are paths.
+PATHS = ("path", "validation_path")
 #: What may differ when a run is resumed; anything else would make it another run.
 CHANGEABLE = (
     "train.steps", "train.tokens", "train.micro_tokens", "train.precision", "train.checkpointing",
@@ -39,27 +45,30 @@ CHANGEABLE = (
 
 
 def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
-    """Train a new run, or go on with one. All is checked before anything is written.
+    """Train a new run, or resume one. All inputs are checked before anything is written.
 
     Raises:
-        ValueError, FileNotFoundError: what is asked for does not fit together, or is not there.
-        FileExistsError: a new run would write into a folder that has something in it.
-        TrainingStopped: the run cannot go on.
+        ValueError, FileNotFoundError: the recipe, the text and the run do not fit together, or one
+            of them is missing.
+        FileExistsError: a new run's folder has something in it.
+        TrainingStopped: the run cannot go on (the newest checkpoint is intact), a signal stopped
+            it, or its last steps were not finite.
     """
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(processes(recipe))
 
         def hold() -> None:
-            """Two trainers would write over each other."""
+            """Keeps others out of the folder: two trainers would overwrite each other's files."""
             stack.enter_context(locked(run))
 
-        corpus = _open_data(recipe, recipe.data.path)
-        validation = validation_part(recipe, corpus)
+        if resume:
+            _check_unchanged(recipe, run)
+        corpus = _open_data(recipe, "path", run if resume else None)
+        validation = validation_part(recipe, corpus, run if resume else None)
         if recipe.log.tensorboard:
             check_tensorboard()
         resumed = None
         if resume:
-            _check_unchanged(recipe, run)
             group.on_first(hold)
             resumed = _newest_checkpoint(recipe, run, corpus, group)
         elif run.exists() and not _is_empty(run):
@@ -71,20 +80,24 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
         group.on_first(lambda: _set_up(recipe, run, corpus))
         if not resume:
             group.on_first(hold)
-        trainer.run()
-        # DDP holds on to the processes' connections: it has to go first, and everywhere.
+        stopped = trainer.run()
+        # DDP holds on to the processes' connections: all processes let go of it before they end.
         del trainer
         gc.collect()
         group.barrier()
+        if stopped is not None:
+            raise stopped
     return run
 
 
-def validation_part(recipe: Recipe, corpus: Corpus) -> TokenStream | None:
-    """The text to validate on; None where the corpus was prepared without."""
+def validation_part(
+    recipe: Recipe, corpus: Corpus, resumed: Path | None = None
+) -> TokenStream | None:
+    """The text to validate on; None if the corpus was prepared without a validation part."""
     path = recipe.data.validation_path
     if path is None:
         return corpus.validation if corpus.validation.tokens > 1 else None
-    other = open_corpus(path)
+    other = _open_data(recipe, "validation_path", resumed)
     ours, theirs = (c.manifest["tokenizer"]["sha256"] for c in (corpus, other))
     if ours != theirs:
         raise ValueError(
@@ -95,26 +108,37 @@ def validation_part(recipe: Recipe, corpus: Corpus) -> TokenStream | None:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Nothing but what an interrupted start may have left, a file that had no name yet."""
+    """Whether a folder has no files but those, with a dot, that an interrupted start may leave."""
     return folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
 
 
-def _open_data(recipe: Recipe, path: str) -> Corpus:
-    if not Path(path).exists() and recipe.data.sources:
-        sources = " ".join(recipe.data.sources)
-        raise FileNotFoundError(
-            f"there is no prepared text at {path}; make it with: trellis data prepare {sources} "
+def _open_data(recipe: Recipe, key: str, resumed: Path | None) -> Corpus:
+    """The prepared text at data.path or data.validation_path; `resumed` is the run to resume."""
+    path = getattr(recipe.data, key)
+    sources = recipe.data.sources if key == "path" else []
+    if Path(path).exists() or not (sources or resumed):
+        return open_corpus(path)
+    text = f"there is no prepared text at {path}"
+    if sources:
+        text += (
+            f"; make it with: trellis data prepare {' '.join(sources)} "
             f"--tokenizer {recipe.data.tokenizer} --out {path}"
         )
-    return open_corpus(path)
+    if resumed is not None:
+        text = f"{resumed} cannot go on: {text}. If it has moved, add --set data.{key}=FOLDER"
+    raise FileNotFoundError(text)
 
 
 def _set_up(recipe: Recipe, run: Path, corpus: Corpus) -> None:
+    """Writes the recipe and the tokenizer into the run's folder."""
+    paths = {key: getattr(recipe.data, key) for key in PATHS}
+    absolute = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
+    content = {**recipe.as_dict(), ABSOLUTE: absolute}
     try:
         run.mkdir(parents=True, exist_ok=True)
-        for left in run.glob(f".{RECIPE}.*"):  # of a start that was interrupted
+        for left in run.glob(f".{RECIPE}.*"):  # by a start that was interrupted
             left.unlink()
-        write_whole(run / RECIPE, (json.dumps(recipe.as_dict(), indent=1) + "\n").encode())
+        write_whole(run / RECIPE, (json.dumps(content, indent=1) + "\n").encode())
         if not (run / TOKENIZER).exists():
             corpus.tokenizer().save(run)
     except OSError as error:
@@ -122,15 +146,31 @@ def _set_up(recipe: Recipe, run: Path, corpus: Corpus) -> None:
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe that a run was started with.
+    """The recipe of a run, as it was last started or resumed.
+
+    Its relative paths are replaced by absolute ones if they lead elsewhere from the present
+    working directory.
 
     Raises:
         FileNotFoundError: the folder is not a run.
+        ValueError: the file is damaged.
     """
     path = run / RECIPE
     if not path.is_file():
         raise FileNotFoundError(f"{run} is not a run: it has no {RECIPE}")
-    return from_dict(json.loads(path.read_text()))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it must hold an object, not {type(content).__name__}")
+        absolute = content.pop(ABSOLUTE, {})
+        recipe = from_dict(content)
+        places = {key: Path(absolute[key]) for key in PATHS if key in absolute}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    for key, place in places.items():
+        if Path(getattr(recipe.data, key) or "").resolve() != place and place.exists():
+            setattr(recipe.data, key, str(place))
+    return recipe
 
 
 def _check_unchanged(recipe: Recipe, run: Path) -> None:
@@ -152,11 +192,14 @@ def _check_unchanged(recipe: Recipe, run: Path) -> None:
 def _newest_checkpoint(
     recipe: Recipe, run: Path, corpus: Corpus, group: Processes
 ) -> checkpoints.Checkpoint | None:
-    """The checkpoint to go on from; None where the run has not got as far as its first."""
+    """The checkpoint to resume from; None if the run was stopped before its first."""
     if not checkpoints.steps_in(run):
         return None
-    # One process reads all of it.
-    group.on_first(lambda: _verify(run))
+
+    def verify() -> None:
+        checkpoints.open_checkpoint(run)
+
+    group.on_first(verify)  # one process reads every byte, and the others trust it
     found = checkpoints.open_checkpoint(run, verify=False)
     if found.content["data"] != corpus.fingerprint:
         raise ValueError(
@@ -171,23 +214,24 @@ def _newest_checkpoint(
     return found
 
 
-def _verify(run: Path) -> None:
-    checkpoints.open_checkpoint(run)
-
-
 def load_run(
     path: Path, step: int | None = None, device: torch.device | str = "cpu"
 ) -> tuple[TrellisForCausalLM, TextTokenizer]:
     """The model and the tokenizer of a run's checkpoint, or of a folder that `export` wrote.
 
     Raises:
-        FileNotFoundError: there is neither.
-        ValueError: a file of it is damaged.
+        FileNotFoundError: the folder is neither.
+        ValueError: a file in it is damaged.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no run or exported model at {path}")
+    exported = (path / "config.json").is_file()
+    if not exported and not (path / RECIPE).is_file():
+        raise FileNotFoundError(
+            f"{path} is neither a run nor an exported model: it has no {RECIPE} and no config.json"
+        )
     tokenizer = load_tokenizer(path / TOKENIZER)
-    if (path / "config.json").is_file():
+    if exported:
         if step is not None:
             raise ValueError(f"{path} is an exported model without steps; got step {step}")
         model = TrellisForCausalLM.from_pretrained(path)
@@ -215,17 +259,27 @@ def export(run: Path, out: Path, step: int | None = None) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists already: give another --out")
     model, tokenizer = load_run(run, step)
-    partial = out.with_name(f".{out.name}.partial")
-    model.save_pretrained(partial)
-    end = _token_name(tokenizer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner, eos_token=end).save_pretrained(
-        partial
-    )
-    if out.is_dir():
-        out.rmdir()
-    os.rename(partial, out)
-
-
-def _token_name(tokenizer: TextTokenizer) -> Any:
     end = tokenizer.end_of_document
-    return None if end is None else tokenizer.inner.id_to_token(end)
+    name = None if end is None else tokenizer.inner.id_to_token(end)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner, eos_token=name)
+    with _whole_folder(out) as folder:
+        model.save_pretrained(folder)
+        fast.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder to write into that gets its name at the end, and is deleted on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield folder
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(folder, 0o777 & ~mask)  # as for any new folder; mkdtemp's is for its owner alone
+        if path.is_dir():
+            path.rmdir()
+        os.rename(folder, path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,13 +1,21 @@
 import json
 import math
+import signal
 
 import numpy as np
 import pytest
-from tests.training.helpers import make_corpus, recipe
+from tests.support import make_corpus, recipe
 
-from trellis.training.bigram import bigram_loss
-from trellis.training.comparison import compare
+from trellis.evaluation import comparison
+from trellis.evaluation.comparison import bigram_loss, compare
+from trellis.training import loop
 from trellis.training.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch):
+    """Measuring the machine's peak takes a second per run."""
+    monkeypatch.setitem(loop.PEAK_SIZES, "cpu", 256)
 
 
 class Documents:
@@ -84,6 +92,18 @@ def test_a_run_that_diverges_shows(tmp_path):
     assert row["last_loss"] is None
     assert row["skipped_steps"] == 4
     assert any("not finite" in line for line in said)
+
+
+def test_a_signal_stops_the_comparison_and_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise loop.Interrupted("stopped", signal.SIGINT)
+
+    monkeypatch.setattr(comparison, "train", interrupted)
+    said = []
+    with pytest.raises(loop.Interrupted) as stopped:
+        compare(recipe(make_corpus(tmp_path)), ["trellis"], tmp_path / "runs", said.append)
+    assert stopped.value.exit_code == 130
+    assert said[-1] == f"stopped in {tmp_path / 'runs' / 'trellis'}; the same command goes on"
 
 
 def test_what_cannot_be_compared_is_said_before_anything_is_written(tmp_path):

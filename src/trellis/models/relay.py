@@ -1,4 +1,8 @@
-"""States that some sequences of a batch go on from: across training steps, or across processes."""
+"""The relay: hands each layer the states that it starts from, and takes its final states.
+
+A model calls the relay that it is given before and after every layer. `trellis.training.relay` has
+the two relays of training: from step to step, and from process to process.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from torch import Tensor
 from ..mixers.base import State, map_tensors
 
 
-class Carried(NamedTuple):
-    """A layer's states for the rows of a batch, whose rows may hold several sequences each.
+class RelayedStates(NamedTuple):
+    """The states of one layer that a relay hands to the R rows of a batch.
 
-    rows: the state of every row. first [R]: the sequence that each row begins with.
-    goes_on [R]: whether that sequence goes on from the row's state; all others start afresh.
-    sequences: how many there are in all.
+    A row may hold several sequences (documents). Its first sequence may go on from the row's
+    state; the others start with fresh states.
+
+    rows: the state of every row. first [R]: the index of the sequence that each row begins with.
+    goes_on [R]: whether that sequence goes on from the row's state.
+    sequences: the number of sequences in all rows together.
     """
 
     rows: State
@@ -26,7 +33,7 @@ class Carried(NamedTuple):
     sequences: int
 
     def fill(self, fresh: State) -> State:
-        """The states of all sequences, from those of as many that start afresh."""
+        """The states of all sequences: `fresh` ones, replaced where a sequence goes on."""
         if fresh is None:
             return None
         if not isinstance(fresh, Tensor):
@@ -40,8 +47,10 @@ class Carried(NamedTuple):
 
 
 def aligned(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """A state's tensor [N, ...] as [N, *shape]: a cache that grows has its newest tokens last, so
-    zeros go in front."""
+    """A tensor [N, ...] of a state as [N, *shape], with zeros in front of what is there.
+
+    Only attention's caches differ in shape, and they have their newest tokens last.
+    """
     missing = [wanted - have for wanted, have in zip(shape, tensor.shape[1:])]
     if not any(missing):
         return tensor
@@ -49,15 +58,15 @@ def aligned(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def select(state: State, sequences: Tensor) -> State:
-    """The states of some sequences."""
+    """The states of the sequences with these indices."""
     return map_tensors(lambda tensor: tensor.index_select(0, sequences), state)
 
 
 class Relay(Protocol):
-    """Hands states into and out of every layer while a model reads."""
+    """Hands states into and out of every layer while a model reads a batch."""
 
-    def before(self, layer: int) -> State | Carried | None:
-        """What the layer starts from; None: all sequences afresh."""
+    def before(self, layer: int) -> State | RelayedStates | None:
+        """The states that the layer starts from; None lets all sequences start afresh."""
 
     def after(self, layer: int, state: State, x: Tensor) -> Tensor:
         """Takes the layer's final states. Returns its output x, perhaps with a hook on it."""
