@@ -7,7 +7,7 @@ from tests.support import TABLE
 from tests.test_cli import run
 
 from trellis.bench import measure, mixers, model, ops
-from trellis.cli.bench import app
+from trellis.cli.bench import Record, app
 from trellis.mixers import MIXERS
 from trellis.training.recipe import from_dict
 
@@ -95,3 +95,14 @@ def test_wrong_numbers_are_named():
     out = run("bench", "ops", "--lengths", "12,x")
     assert out.returncode != 0
     assert "--lengths must be whole numbers separated by commas; got '12,x'" in out.stderr
+
+
+def test_a_record_keeps_what_was_printed_and_the_result(tmp_path):
+    record = Record("bench-small")
+    record.say("| T | ms |\n|---|---|")
+    record.say("| 8 | 1.5 |")
+    record.keep(tmp_path / "records", {"seconds": 0.0015})
+    kept = json.loads((tmp_path / "records" / "bench-small.json").read_text())
+    assert kept["printed"] == ["| T | ms |", "|---|---|", "| 8 | 1.5 |"]
+    assert kept["result"] == {"seconds": 0.0015}
+    assert kept["machine"]["cores"] >= 1

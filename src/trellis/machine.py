@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import resource
 import sys
 import time
@@ -33,6 +35,27 @@ def resident_bytes() -> int:
 def reset_peak() -> None:
     """Makes `peak_bytes` count from the present size; works on Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def describe() -> dict[str, object]:
+    """The processor, its cores, and the versions that matter."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        named = [x for x in information.read_text().splitlines() if x.startswith("model name")]
+        cpu = named[0].partition(":")[2].strip() if named else cpu
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def gemm_rate(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .. import machine
 from .options import names, numbers
 
 app = typer.Typer(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
-Out = Annotated[Path | None, typer.Option(help="A folder for a JSON file and a figure.")]
+Out = Annotated[
+    Path | None, typer.Option(help="A folder for the record, NAME.json, and its figure if any.")
+]
 Rounds = Annotated[int, typer.Option(help="How often everything is timed.")]
 Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
 
@@ -29,10 +33,10 @@ def bench_ops(
     from ..bench import ops
 
     _set_threads(threads)
+    record = Record("bench-ops")
     result = ops.run(numbers("lengths", lengths), numbers("contexts", contexts), memory, rounds,
-                     typer.echo)  # fmt: skip
-    if out is not None:
-        _keep(out, "bench-ops", result, ops.draw)
+                     record.say)  # fmt: skip
+    record.keep(out, result, ops.draw)
 
 
 @app.command("chunked")
@@ -40,12 +44,15 @@ def bench_chunked(
     lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
     rounds: Rounds = 3,
     threads: Threads = 2,
+    out: Out = None,
 ) -> None:
     """The portable memory op, in plain PyTorch, beside attention."""
     from ..bench import ops
 
     _set_threads(threads)
-    ops.run_portable(numbers("lengths", lengths), rounds, typer.echo)
+    record = Record("bench-chunked")
+    ops.run_portable(numbers("lengths", lengths), rounds, record.say)
+    record.keep(out)
 
 
 @app.command("model")
@@ -61,10 +68,10 @@ def bench_model(
     from ..bench import model
 
     _set_threads(threads)
+    record = Record("bench-model")
     result = model.run(preset, numbers("lengths", lengths), numbers("contexts", contexts),
-                       rounds, typer.echo)  # fmt: skip
-    if out is not None:
-        _keep(out, "bench-model", result, None)
+                       rounds, record.say)  # fmt: skip
+    record.keep(out, result)
 
 
 @app.command("training")
@@ -74,13 +81,16 @@ def bench_training(
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 8192,
     rounds: Rounds = 5,
     threads: Threads = 0,
+    out: Out = None,
 ) -> None:
     """Training steps of a recipe's model with several mixers, and where their time goes."""
     from ..bench import model
     from ..training.recipe import load_recipe
 
     _set_threads(threads)
-    model.run_training(load_recipe(recipe), names(mixers), vocab_size, rounds, typer.echo)
+    record = Record("bench-training")
+    model.run_training(load_recipe(recipe), names(mixers), vocab_size, rounds, record.say)
+    record.keep(out)
 
 
 @app.command("stream")
@@ -89,12 +99,15 @@ def bench_stream(
     points: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 20,
     figure: Annotated[Path | None, typer.Option(help="A PNG file to draw.")] = None,
     threads: Threads = 2,
+    out: Out = None,
 ) -> None:
     """A small model reads a million tokens: the size of its cache and of the process stay flat."""
     from ..bench import model
 
     _set_threads(threads)
-    model.run_stream(tokens, points, figure, typer.echo)
+    record = Record("bench-stream")
+    model.run_stream(tokens, points, figure, record.say)
+    record.keep(out)
 
 
 def _set_threads(threads: int) -> None:
@@ -104,9 +117,29 @@ def _set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _keep(folder: Path, name: str, result: dict[str, Any], draw: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    if draw is not None:
-        draw(result, folder / f"{name}.png")
-    typer.echo(f"\nwritten to {folder}")
+class Record:
+    """Prints what a benchmark says, and keeps it beside the raw result in NAME.json."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.printed: list[str] = []
+
+    def say(self, line: str = "") -> None:
+        self.printed += line.splitlines()
+        typer.echo(line)
+
+    def keep(self, folder: Path | None, result: Any = None, draw: Any = None) -> None:
+        """Write the record into the folder, and the figure that `draw(result, path)` draws."""
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "command": ["trellis", *sys.argv[1:]],
+            "machine": machine.describe(),
+            "printed": self.printed,
+            "result": result,
+        }
+        (folder / f"{self.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        if draw is not None:
+            draw(result, folder / f"{self.name}.png")
+        typer.echo(f"\nwritten to {folder}")
