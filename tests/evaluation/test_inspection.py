@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from tests.evaluation.helpers import ours, save_gpt2
+from tests.support import small_model, save_gpt2
 from typer.testing import CliRunner
 
 from trellis.cli import app
@@ -21,7 +21,7 @@ from trellis.evaluation.memory_measures import (
     retention,
 )
 from trellis.evaluation.replay import PASSES, QUANTITIES, RECALLS, Heard, Replay
-from trellis.evaluation.subject import load_subject
+from trellis.evaluation.models import open_model
 from trellis.ops import trellis_memory
 from trellis.ops.memory.activations import FUNCTIONS
 
@@ -36,21 +36,21 @@ CONFIGS = {
 
 
 def subject_of(**fields):
-    return ours(mixer_config=fields)
+    return small_model(mixer_config=fields)
 
 
 @pytest.fixture(params=CONFIGS)
-def subject(request):
+def model(request):
     return subject_of(**CONFIGS[request.param])
 
 
-def states_of(subject, ids=IDS):
+def states_of(model, ids=IDS):
     """The model's own states: before the first token and after every one, read one by one."""
-    cache = subject.model.init_cache(1)
+    cache = model.network.init_cache(1)
     states = [[state.memory for state in cache.states]]
     with torch.no_grad():
         for token in ids:
-            subject.model(torch.tensor([[token]]), past_key_values=cache)
+            model.network(torch.tensor([[token]]), past_key_values=cache)
             states.append([state.memory for state in cache.states])
     return states
 
@@ -62,19 +62,19 @@ def close(found, expected, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("segment", [4096, 7])
-def test_replay_equals_the_model(subject, segment):
-    subject.model.config.segment_size = segment
-    arrays = inspect(subject, IDS)
+def test_replay_equals_the_model(model, segment):
+    model.network.config.segment_size = segment
+    arrays = inspect(model, IDS)
     assert arrays["replay_error"].max() < 2e-5
-    final = subject.model.read(torch.tensor([IDS])).states
+    final = model.network.read(torch.tensor([IDS])).states
     for layer, state in enumerate(final):
         for memory in PASSES:
             norms = getattr(state.memory, memory)[0].norm(dim=(-2, -1))
             assert close(arrays[f"{memory}_memory_norm"][layer, :, -1], norms)
 
 
-def test_outputs_and_states_of_the_replay(subject):
-    mixer = subject.model.model.layers[0].mixer
+def test_outputs_and_states_of_the_replay(model):
+    mixer = model.network.model.layers[0].mixer
     x = torch.randn(1, 41, 32)
     blank = {
         f"{memory}_{name}": np.zeros((1, 2, 41), np.float32)
@@ -95,13 +95,13 @@ def test_outputs_and_states_of_the_replay(subject):
             assert close(found, expected)
 
 
-def test_quantities_are_those_of_the_models_own_states(subject):
-    arrays = inspect(subject, IDS)
-    states = states_of(subject)
-    mixer = subject.model.model.layers[1].mixer
+def test_quantities_are_those_of_the_models_own_states(model):
+    arrays = inspect(model, IDS)
+    states = states_of(model)
+    mixer = model.network.model.layers[1].mixer
     heard = []
     hook = mixer.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
-    subject.model.read(torch.tensor([IDS]))
+    model.network.read(torch.tensor([IDS]))
     hook.remove()
     with torch.no_grad():
         _, k, v, alpha, log_beta, gamma = mixer.project(heard[0], mixer.init_state(1))[0]
@@ -138,8 +138,8 @@ def test_quantities_are_those_of_the_models_own_states(subject):
 
 
 def test_recall_is_the_error_at_the_write_and_just_before_it():
-    subject = subject_of()
-    arrays = inspect(subject, IDS, layer=1)
+    model = subject_of()
+    arrays = inspect(model, IDS, layer=1)
     places = np.arange(len(IDS))
     for memory in PASSES:
         power = arrays[f"{memory}_target_power"][1]
@@ -155,40 +155,40 @@ def test_recall_is_the_error_at_the_write_and_just_before_it():
 def test_the_answer_is_the_memorys_own(value_pass):
     """What the memory answers to the key of the token just written, by the op itself."""
     fields = {"psi": "tanh", "slots": 6, "value_pass": value_pass, "normalize": ("q", "k")}
-    subject = subject_of(**fields)
-    mixer = subject.model.model.layers[1].mixer
+    model = subject_of(**fields)
+    mixer = model.network.model.layers[1].mixer
     assert mixer.slots != mixer.head
     heard = []
     hook = mixer.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
-    subject.model.read(torch.tensor([IDS]))
+    model.network.read(torch.tensor([IDS]))
     hook.remove()
     with torch.no_grad():
         inputs = mixer.project(heard[0], mixer.init_state(1))[0]
         y, _ = trellis_memory(*inputs._replace(q=inputs.k), **mixer.choices)
     expected = torch.cosine_similarity(y, inputs.v, dim=-1)[0].mT  # [H, T]
     places = np.arange(len(IDS))
-    found = inspect(subject, IDS)["recall_answer"][1][:, places, places]
+    found = inspect(model, IDS)["recall_answer"][1][:, places, places]
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     # psi bends the answer: without it the direction is another.
     mixer.config.psi = "identity"
-    without = inspect(subject, IDS)["recall_answer"][1][:, places, places]
+    without = inspect(model, IDS)["recall_answer"][1][:, places, places]
     assert np.abs(without - found).max() > 1e-3
 
 
 def test_a_memory_that_keeps_all_recalls_what_it_was_told():
     """Decoding with whole steps and no forgetting, the answer to the code just written is v."""
-    subject = subject_of(value_pass="decode", step="constant", forget_gate=False, phi="identity")
-    arrays = inspect(subject, IDS)
+    model = subject_of(value_pass="decode", step="constant", forget_gate=False, phi="identity")
+    arrays = inspect(model, IDS)
     assert arrays["values_error_after"].max() < 1e-6 * arrays["values_target_power"].max()
     assert (retention(arrays["keys_forget_gate"], arrays["probes"])[..., 0, :] == 1).all()
     assert half_life(arrays["keys_forget_gate"]) == np.inf
 
 
 def test_a_memory_that_forgets_all_keeps_the_last_write_alone():
-    subject = subject_of()
-    for block in subject.model.model.layers:
+    model = subject_of()
+    for block in model.network.model.layers:
         block.mixer.decay.A_log.data.fill_(20.0)
-    arrays = inspect(subject, IDS)
+    arrays = inspect(model, IDS)
     left = retention(arrays["keys_forget_gate"], arrays["probes"])[0, 0]
     after = np.triu(np.ones_like(left), 1) > 0
     assert (np.diag(left) == 1).all()
@@ -251,24 +251,24 @@ def test_probes_are_spread_over_the_text():
 
 def forgetful(*rates):
     """A model whose heads forget as fast as these say: -log of the gate, of every layer's heads."""
-    subject = subject_of()
-    for block, rate in zip(subject.model.model.layers, rates):
+    model = subject_of()
+    for block, rate in zip(model.network.model.layers, rates):
         block.mixer.beta_proj.weight.data.zero_()
         block.mixer.decay.dt_bias.data.fill_(0.0)  # softplus of it is log 2
         block.mixer.decay.A_log.data.copy_(torch.tensor(rate).log() - math.log(math.log(2)))
-    return subject
+    return model
 
 
 def test_the_slowest_head_of_all_layers_is_recalled(monkeypatch):
-    subject = forgetful([0.5, 0.2], [0.9, 0.1])
-    every = inspect(subject, IDS)
+    model = forgetful([0.5, 0.2], [0.9, 0.1])
+    every = inspect(model, IDS)
     assert slowest(every) == (1, 1)
     np.testing.assert_allclose(every["keys_forget_gate"][1, 1], math.exp(-0.1), rtol=1e-4)
     assert every["recall_layers"].tolist() == [0, 1]
     # Of a text that is too long, recall is kept of one layer.
     monkeypatch.setattr(inspection, "RECALL_ENTRIES", 100)
     for layer, kept in ((None, 1), (0, 0)):
-        one = inspect(subject, IDS, layer=layer)
+        one = inspect(model, IDS, layer=layer)
         assert one["recall_layers"].tolist() == [kept]
         for name in RECALLS:
             np.testing.assert_array_equal(one[name][0], every[name][kept])
@@ -309,7 +309,7 @@ def test_what_a_write_gains_is_freed_of_what_time_does():
 
 
 def test_only_trellis_layers_of_a_hybrid_are_shown():
-    hybrid = ours(mixer=["transformer", "trellis"], name="hybrid")
+    hybrid = small_model(mixer=["transformer", "trellis"], name="hybrid")
     arrays = inspect(hybrid, IDS)
     assert arrays["layers"].tolist() == [1]
     assert arrays["keys_write_norm"].shape == (1, 2, len(IDS))
@@ -329,9 +329,9 @@ def test_special_and_broken_tokens_have_texts():
 def test_the_command_keeps_arrays_and_a_record(tmp_path, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(inspection_task, "draw", lambda path, *_, **place: drawn.append(place))
-    subject = subject_of(separate_gates=True)
+    model = subject_of(separate_gates=True)
     options = {"tokens": 20, "layer": 1, "head": 0, "source": "a book"}
-    record, kept, picture = inspection_task.run(subject, TEXT, tmp_path, **options)
+    record, kept, picture = inspection_task.run(model, TEXT, tmp_path, **options)
     out = capsys.readouterr().out
     assert "half-life of the fastest head" in out
     most = max(layer["replay_error"] for layer in record["result"]["layers"])
@@ -348,7 +348,7 @@ def test_the_command_keeps_arrays_and_a_record(tmp_path, capsys, monkeypatch):
             assert arrays[f"{memory}_{name}"].shape == (2, 2, 20)
     for name in RECALLS:
         assert arrays[name].shape == (2, 2, 20, 20)
-    ids = [subject.tokenizer.end_of_document, *IDS[:19]]
+    ids = [model.tokenizer.end_of_document, *IDS[:19]]
     assert arrays["ids"].tolist() == ids
     assert "".join(arrays["tokens"][1:]) == TEXT[:19]
     json.dumps(record, allow_nan=False)
@@ -357,21 +357,21 @@ def test_the_command_keeps_arrays_and_a_record(tmp_path, capsys, monkeypatch):
     # the model and another end of the text beyond what is read make no difference.
     before = kept.stat().st_mtime_ns
     for change in ({}, {"layer": 0}, {"layer": None, "head": None}):
-        found = inspection_task.run(subject, TEXT + "!", tmp_path, **{**options, **change})
+        found = inspection_task.run(model, TEXT + "!", tmp_path, **{**options, **change})
         assert (found[0], found[1]) == (record, kept)
-    subject.name = "renamed"
-    assert inspection_task.run(subject, TEXT, tmp_path, **options)[1] == kept
+    model.name = "renamed"
+    assert inspection_task.run(model, TEXT, tmp_path, **options)[1] == kept
     assert kept.stat().st_mtime_ns == before
     kept.unlink()
-    assert inspection_task.run(subject, TEXT, tmp_path, **options)[0] == record
+    assert inspection_task.run(model, TEXT, tmp_path, **options)[0] == record
     assert kept.is_file()
     assert drawn[0] == {"layer": 1, "head": 0}
-    assert inspection_task.run(subject, "The" + TEXT[3:], tmp_path, **options)[1] != kept
+    assert inspection_task.run(model, "The" + TEXT[3:], tmp_path, **options)[1] != kept
 
 
 def test_the_summary_is_of_the_arrays():
-    subject = forgetful([0.5, 0.2], [0.9, 0.1])
-    arrays = inspect(subject, IDS)
+    model = forgetful([0.5, 0.2], [0.9, 0.1])
+    arrays = inspect(model, IDS)
     found = inspection_task.summary(arrays)[1]
     assert (found["layer"], found["mode"]) == (1, "exact")
     keys = found["keys"]
@@ -543,20 +543,20 @@ def test_pictures(tmp_path, text, options):
 
 
 def test_what_cannot_be_inspected_is_an_error(tmp_path):
-    subject = subject_of()
+    model = subject_of()
     with pytest.raises(ValueError, match="the text is empty"):
-        inspection_task.run(subject, "", tmp_path)
+        inspection_task.run(model, "", tmp_path)
     with pytest.raises(ValueError, match="no tokens"):
-        inspect(subject, [])
+        inspect(model, [])
     with pytest.raises(ValueError, match=r"layer must be one of .* 0, 1; got 2"):
-        inspection_task.run(subject, TEXT, tmp_path, layer=2)
+        inspection_task.run(model, TEXT, tmp_path, layer=2)
     with pytest.raises(ValueError, match=r"head must be from 0 to 1 in layer 0; got 5"):
-        inspection_task.run(subject, TEXT, tmp_path, layer=0, head=5)
+        inspection_task.run(model, TEXT, tmp_path, layer=0, head=5)
     with pytest.raises(ValueError, match="head 1 needs a layer"):
-        inspection_task.run(subject, TEXT, tmp_path, head=1)
+        inspection_task.run(model, TEXT, tmp_path, head=1)
     with pytest.raises(ValueError, match="no Trellis layer to inspect: its mixers are mamba2"):
-        inspection_task.run(ours("mamba2"), TEXT, tmp_path)
-    gpt2 = load_subject(str(save_gpt2(tmp_path / "gpt2")))
+        inspection_task.run(small_model("mamba2"), TEXT, tmp_path)
+    gpt2 = open_model(str(save_gpt2(tmp_path / "gpt2")))
     with pytest.raises(ValueError, match=r"gpt2 has no Trellis layer .* GPT2LMHeadModel"):
         inspection_task.run(gpt2, TEXT, tmp_path)
     assert not (tmp_path / "inspect").exists()

@@ -379,8 +379,8 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
                 return _typed(value, option, name)
             except ValueError:
                 continue
-    elif origin is list and isinstance(value, (list, tuple)):
-        return [_typed(item, typing.get_args(wanted)[0], name) for item in value]
+    elif origin in (list, tuple) and isinstance(value, (list, tuple)):
+        return origin(_typed(item, typing.get_args(wanted)[0], name) for item in value)
     elif origin is dict and isinstance(value, Mapping):
         return dict(value)
     elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -400,6 +400,15 @@ def _said(wanted: Any) -> str:
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_said(o) for o in typing.get_args(wanted) if o is not type(None))
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list, each {_said(typing.get_args(wanted)[0])}"
     return names.get(wanted, "a section")
+
+
+def read_table(path: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
+    """The table of any TOML file with what it includes, with settings such as "steps=100" in place
+    of its values."""
+    table = _read(path, ())
+    for setting in settings:
+        _set(table, setting)
+    return table
