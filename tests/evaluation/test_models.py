@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from tests.support import small_model, save_gpt2
+from tests.support import save_gpt2, small_model
 from tests.training.helpers import make_corpus, recipe
 from transformers import GPT2LMHeadModel
 

@@ -15,7 +15,6 @@ from trellis.evaluation import mqar
 from trellis.evaluation.mqar import batches, train
 from trellis.evaluation.mqar.data import (
     POWER,
-    PRESETS,
     Group,
     Preset,
     Setting,

@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from tests.support import small_model, rule_model, save_gpt2
+from tests.support import rule_model, save_gpt2, small_model
 from typer.testing import CliRunner
 
 from trellis.cli import app

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support import small_model, save_gpt2
+from tests.support import save_gpt2, small_model
 from typer.testing import CliRunner
 
 from trellis.cli import app

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-from tests.support import small_model, save_gpt2
+from tests.support import save_gpt2, small_model
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 

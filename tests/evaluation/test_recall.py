@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.support import small_model, rule_model, save_gpt2
+from tests.support import rule_model, save_gpt2, small_model
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -354,9 +354,7 @@ def test_the_place_of_the_answer_is_part_of_the_setting(tmp_path, monkeypatch):
     assert len(list(Path("out/recall").glob("*.json"))) == 2
     # A file's name as it is typed is not, nor a limit that leaves nothing out.
     model.network = None  # would fail if it were asked
-    again = recall.run(
-        [model], {"squad": "./a.json"}, Path("out"), **{**options, "limit": 9}
-    ).found
+    again = recall.run([model], {"squad": "./a.json"}, Path("out"), **{**options, "limit": 9}).found
     assert again[0]["result"] == found[1]["result"]
 
 

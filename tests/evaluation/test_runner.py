@@ -10,7 +10,7 @@ import pytest
 import rich.console
 from tests.support import small_model
 
-from trellis.cli import evaluation as command
+from trellis.cli import evaluation as cli
 from trellis.cli.evaluation import print_table
 from trellis.evaluation import runner
 from trellis.evaluation.reasoning import read
@@ -28,7 +28,9 @@ def fail():
 
 def test_a_copy_of_a_model_has_its_results_under_its_own_name(tmp_path):
     records = Records(tmp_path, "task")
-    first = records.measured(small_model(name="first"), {"n": 1}, lambda: {"x": 1}, {"data": ["here"]})
+    first = records.measured(
+        small_model(name="first"), {"n": 1}, lambda: {"x": 1}, {"data": ["here"]}
+    )
     again = records.measured(small_model(name="copy"), {"n": 1}, fail, {"data": ["there"]})
     assert again["result"] == first["result"]
     assert (again["model"]["name"], again["note"]) == ("copy", {"data": ["there"]})
@@ -137,7 +139,7 @@ def test_recall_and_reasoning_read_the_same_files(tmp_path):
 def terminal(monkeypatch):
     """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(command, "_on_terminal", lambda: True)
+    monkeypatch.setattr(cli, "_on_terminal", lambda: True)
 
 
 def test_a_wide_table_is_several_whole_ones(terminal, capsys):

@@ -188,7 +188,7 @@ def test_data_measures_the_newest_checkpoint_as_ppl_does(runs, tmp_path, monkeyp
         assert row["setting"]["windows"] == "disjoint"
         assert row["weights_sha256"] == model.about["weights_sha256"]
     assert len(list((tmp_path / "out" / "scaling").glob("*.json"))) == 2
-    monkeypatch.setattr(scaling, "perplexity", fail)
+    monkeypatch.setattr("trellis.evaluation.ppl.perplexity", fail)
     assert measured(runs, tmp_path / "out", **options)["runs"] == result["runs"]
 
 

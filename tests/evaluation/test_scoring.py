@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tests.support import RuleNetwork, small_model, save_gpt2
+from tests.support import RuleNetwork, save_gpt2, small_model
 from transformers import MambaConfig, MambaForCausalLM
 
 from trellis.data.tokenizer import load_tokenizer

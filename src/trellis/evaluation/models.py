@@ -157,14 +157,10 @@ class EvaluatedModel:
 def open_models(
     models: Sequence[str], device: str = "cpu", context: int = 0
 ) -> Iterator[EvaluatedModel]:
-    """The models, of which one at a time is in memory.
+    """Opens one model after the other, so that one at a time is in memory.
 
-    The files of all models are checked before the first is loaded, and whether each model can read
-    `context` tokens.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: a model cannot be loaded, or its longest input is shorter than `context`.
+    The files of all models are checked before the first is loaded. Raises ValueError, too, if a
+    model cannot read `context` tokens.
     """
     for model in models:
         limit = look_up(model)
@@ -172,10 +168,8 @@ def open_models(
             raise ValueError(
                 f"{model} reads at most {limit:,} tokens, but {context:,} are asked for"
             )
-    names = [name_of(model) for model in models]
-    for model, name in zip(models, names):
-        # Tables tell models apart by name, so two folders of one name are shown by their paths.
-        yield open_model(model, device, name=model if names.count(name) > 1 else name)
+    for model, name in zip(models, names_of(models)):
+        yield open_model(model, device, name=name)
 
 
 def open_model(
@@ -198,7 +192,6 @@ def open_model(
 
             tokenizer, bos = _tokenizer_of(model)
             network = AutoModelForCausalLM.from_pretrained(model).to(device)
-            _check_vocabulary(tokenizer, network.get_input_embeddings().weight.shape[0])
         else:
             if kind == "run":
                 about["recipe"] = recipe_of(path).as_dict()
@@ -214,10 +207,15 @@ def name_of(model: str) -> str:
     return path.resolve().name if path.exists() else path.name
 
 
-def look_up(model: str) -> int | None:
-    """The most tokens that a model reads, or None for any number, without loading its weights.
+def names_of(models: Sequence[str]) -> list[str]:
+    """The names of models in one table; their paths where two have the same name."""
+    names = [name_of(model) for model in models]
+    return [model if names.count(name) > 1 else name for model, name in zip(models, names)]
 
-    All files of a folder are checked; of a model on the hub, only its configuration is.
+
+def look_up(model: str) -> int | None:
+    """Checks a model without loading its weights. Returns the most tokens that it reads, or None
+    for any number.
 
     Raises:
         FileNotFoundError: there is nothing of that name.
@@ -236,11 +234,19 @@ def look_up(model: str) -> int | None:
         if kind != "transformers":
             load_tokenizer(path / TOKENIZER)
             return None
-        config = _configuration(model)
-        if path.exists():
-            tokenizer, _ = _tokenizer_of(model)
-            size = getattr(config, "vocab_size", None) or tokenizer.vocab_size
-            _check_vocabulary(tokenizer, size)
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except OSError as error:
+            raise FileNotFoundError(f"there is no model {model}: {error}") from error
+        tokenizer, _ = _tokenizer_of(model)
+        known = getattr(config, "vocab_size", None) or tokenizer.vocab_size
+        if known < tokenizer.vocab_size:
+            raise ValueError(
+                f"its tokenizer has {tokenizer.vocab_size:,} tokens, but the model {known:,}: "
+                "it is not the one that the model was trained with"
+            )
         return _limit_of(config)
 
 
@@ -268,10 +274,7 @@ def _naming(model: str) -> Iterator[None]:
 
 
 def _kind_of(path: Path) -> str:
-    """A "run", an "exported" folder of ours, or a model of "transformers", here or on the hub.
-
-    Raises ValueError where a folder's config.json cannot be read.
-    """
+    """A "run", an "exported" folder of ours, or a model of "transformers", here or on the hub."""
     if (path / RECIPE).is_file():
         return "run"
     if not path.exists():
@@ -292,15 +295,6 @@ def _check_weights(path: Path) -> None:
         raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
 
 
-def _configuration(model: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model)
-    except OSError as error:
-        raise FileNotFoundError(f"there is no model {model}: {error}") from error
-
-
 def _tokenizer_of(name: str) -> tuple[TextTokenizer, int | None]:
     """The tokenizer of a model of transformers, and the token that begins texts."""
     from transformers import AutoTokenizer
@@ -319,15 +313,6 @@ def _tokenizer_of(name: str) -> tuple[TextTokenizer, int | None]:
     if loaded.eos_token_id is not None:
         tokenizer.end_of_document = loaded.eos_token_id
     return tokenizer, loaded.bos_token_id
-
-
-def _check_vocabulary(tokenizer: TextTokenizer, known: int) -> None:
-    """Raises ValueError if the tokenizer has more tokens than the model, which has `known`."""
-    if known < tokenizer.vocab_size:
-        raise ValueError(
-            f"its tokenizer has {tokenizer.vocab_size:,} tokens, but the model {known:,}: "
-            "it is not the one that the model was trained with"
-        )
 
 
 def _limit_of(config: Any) -> int | None:

@@ -208,9 +208,7 @@ def _picture(group: list[Record]) -> str:
     return f"{slug(model['name'])}-heatmap-{digest[:8]}"
 
 
-def _draw(
-    group: list[Record], variants: Sequence[str], lengths: Sequence[int], path: Path
-) -> None:
+def _draw(group: list[Record], variants: Sequence[str], lengths: Sequence[int], path: Path) -> None:
     """Accuracy by length and depth, one panel for each variant."""
     rows = _by_column(group)
     depths = sorted({row["depth"] for result in rows.values() for row in result["by_depth"]})

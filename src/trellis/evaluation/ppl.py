@@ -65,15 +65,10 @@ def run(
         for context in contexts:
             model.check_context(context, f"a context of {context:,} tokens")
         encoded = [encode(model, text) for text in texts]
+        options = {"stride": stride, "batch_tokens": batch_tokens}
         return [
-            Job(
-                setting={**shared, "context": context},
-                measure=partial(
-                    perplexity, model, encoded, context, stride=stride, batch_tokens=batch_tokens
-                ),
-                label=f"context {context}",
-                total=sum(len(text.ids) - 1 for text in encoded),
-                note={"data": list(data), **_gain(encoded, context, contexts, stride)},
+            job(model, encoded, {**shared, "context": context}, options)._replace(
+                note={"data": list(data), **_gain(encoded, context, contexts, stride)}
             )
             for context in contexts
         ]
@@ -84,6 +79,19 @@ def run(
     _draw(found, picture)
     shown = [*_tables(found, contexts, stride), *_lines(found)]
     return Report([record for group in found for record in group], shown, [picture])
+
+
+def job(
+    model: EvaluatedModel, texts: Sequence[Text], setting: dict[str, Any], options: dict[str, Any]
+) -> Job:
+    """The measurement of perplexity with the context that a setting has."""
+    context = setting["context"]
+    return Job(
+        setting=setting,
+        measure=partial(perplexity, model, texts, context, **options),
+        label=f"context {context}",
+        total=sum(len(text.ids) - 1 for text in texts),
+    )
 
 
 def documents(

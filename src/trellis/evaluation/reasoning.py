@@ -10,15 +10,18 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Table, hash_of, json_rows, lines, read_text
 from .runner import measure as measure_all
+
+if TYPE_CHECKING:
+    from .lm_eval_model import TrellisLM
 
 
 class Known(NamedTuple):
@@ -86,7 +89,10 @@ def run(
         FileNotFoundError: a task that was asked for has no file.
         ValueError: a task is not known, or a file is malformed.
     """
-    names = _known(tasks)
+    for name in tasks or ():
+        if name not in TASKS:
+            raise ValueError(f"--tasks must be of {', '.join(TASKS)}; got {name!r}")
+    names = [name for name in TASKS if tasks is None or name in tasks]
     local: dict[str, Items] | None = None
     left_out: list[str] = []
     if data is not None:
@@ -94,7 +100,6 @@ def run(
         names = list(local)
     built = build(names, local)
     settings = {name: {"task": name, **about(built[name], limit)} for name in names}
-    sources = {name: source_of(built[name], local[name] if local else None) for name in names}
 
     def jobs(model: EvaluatedModel) -> list[Job]:
         return [
@@ -102,7 +107,11 @@ def run(
                 setting=settings[name],
                 measure=partial(_measure, model, built[name], limit, batch_tokens),
                 label=name,
-                note={"data": sources[name]},
+                note={
+                    "data": local[name].source
+                    if local
+                    else f"hub:{built[name].config.dataset_path}"
+                },
             )
             for name in names
         ]
@@ -112,17 +121,7 @@ def run(
     return Report([record for group in found for record in group], shown, [])
 
 
-def _known(tasks: Sequence[str] | None) -> list[str]:
-    """The tasks that were asked for, each once, in the order of the table."""
-    for name in tasks or ():
-        if name not in TASKS:
-            raise ValueError(f"--tasks must be of {', '.join(TASKS)}; got {name!r}")
-    return [name for name in TASKS if tasks is None or name in tasks]
-
-
-def _local(
-    folder: Path, names: Sequence[str], asked: bool
-) -> tuple[dict[str, Items], list[str]]:
+def _local(folder: Path, names: Sequence[str], asked: bool) -> tuple[dict[str, Items], list[str]]:
     """The items of every task that has a file, and a line for every task that has none.
 
     asked: a task without a file is an error.
@@ -147,9 +146,7 @@ def build(names: Sequence[str], local: Mapping[str, Items] | None = None) -> dic
     Raises:
         ValueError: the hub does not give the data.
     """
-    from . import lm_eval_model  # noqa: F401, says what to install where lm-eval is missing
-
-    import lm_eval.tasks
+    from .lm_eval_model import lm_eval  # says what to install where lm-eval is missing
 
     # Only the folders of these tasks: an index of all of lm-eval's tasks takes long to read.
     home = Path(lm_eval.tasks.__file__).parent
@@ -180,22 +177,14 @@ def _instead(name: str, items: Items) -> dict[str, Any]:
     instead: dict[str, Any] = {
         f"{one}_split": one if one == split else None for one in ("training", "validation", "test")
     }
-    instead["custom_dataset"] = _dataset(split, items.rows)
-    return {**instead, "process_docs": None} if items.cleaned else instead
 
-
-def _dataset(split: str, rows: list[dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     def load(**_: Any) -> dict[str, Any]:
         from datasets import Dataset
 
-        return {split: Dataset.from_list(rows)}
+        return {split: Dataset.from_list(items.rows)}
 
-    return load
-
-
-def source_of(task: Any, items: Items | None = None) -> str:
-    """The name of the file, or of the dataset on the hub, that a task's data come from."""
-    return items.source if items else f"hub:{task.config.dataset_path}"
+    instead["custom_dataset"] = load
+    return {**instead, "process_docs": None} if items.cleaned else instead
 
 
 def about(task: Any, limit: int | None = None) -> dict[str, Any]:
@@ -223,11 +212,8 @@ def _measure(
     return measure(TrellisLM(model=model, batch_tokens=batch_tokens), task, limit)
 
 
-def measure(model: Any, task: Any, limit: int | None = None) -> dict[str, Any]:
-    """lm-eval's metrics on the first `limit` items, and the log-likelihoods of every item.
-
-    model: a TrellisLM.
-    """
+def measure(model: TrellisLM, task: Any, limit: int | None = None) -> dict[str, Any]:
+    """lm-eval's metrics on the first `limit` items, and the log-likelihoods of every item."""
     from lm_eval.evaluator import evaluate
 
     before = model.cut
@@ -284,8 +270,8 @@ def templates_once() -> Iterator[None]:
 def _table(found: list[list[Record]], names: Sequence[str]) -> Table:
     """As in the paper: accuracies, with those of likelihoods per character (acc_n) beside them."""
     columns = [
-        (place, name, metric)
-        for place, name in enumerate(names)
+        (place, metric)
+        for place in range(len(names))
         for metric in METRICS
         if metric in found[0][place]["result"]
     ]
@@ -293,12 +279,11 @@ def _table(found: list[list[Record]], names: Sequence[str]) -> Table:
     for group in found:
         results = [record["result"] for record in group]
         average = sum(result["acc"] for result in results) / len(results)
-        cells = [_cell(metric, results[place][metric]) for place, _, metric in columns]
+        cells = [_cell(metric, results[place][metric]) for place, metric in columns]
         rows.append([group[0]["model"]["name"], *cells, _cell("acc", average)])
-    heads = [f"{TASKS[name].heading}\n{METRICS[metric]}" for _, name, metric in columns]
-    title = (
-        f"reasoning: percent; the average is that of acc over {len(names)} of {len(TASKS)} tasks"
-    )
+    heads = [f"{TASKS[names[place]].heading}\n{METRICS[metric]}" for place, metric in columns]
+    of = f"{len(names)} of {len(TASKS)} tasks"
+    title = f"reasoning: percent; the average is that of acc over {of}"
     return Table(title, ["model", *heads, "Avg.\nacc"], rows)
 
 
@@ -373,11 +358,14 @@ class _Row:
             raise self.error(f"{name!r} must be a list of two texts or more; got {found!r}")
         return found
 
-    def choice(self, name: str, allowed: Collection[str]) -> str:
-        """A number or a text, returned as text."""
-        found = self.get(name)
-        if isinstance(found, bool) or str(found) not in allowed:
-            raise self.error(f"{name!r} must be one of {', '.join(allowed)}; got {found!r}")
+    def each(self, *names: str) -> dict[str, str]:
+        return {name: self.text(name) for name in names}
+
+    def choice(self, name: str, allowed: Iterable[object]) -> str:
+        """A number or a text among those allowed, returned as text."""
+        found, known = self.get(name), [str(one) for one in allowed]
+        if isinstance(found, bool) or str(found) not in known:
+            raise self.error(f"{name!r} must be one of {', '.join(known)}; got {found!r}")
         return str(found)
 
 
@@ -416,11 +404,6 @@ def _lambada(row: _Row) -> dict[str, Any]:
     return {"text": text}
 
 
-def _piqa(row: _Row) -> dict[str, Any]:
-    texts = {name: row.text(name) for name in ("goal", "sol1", "sol2")}
-    return {**texts, "label": int(row.fields["label"])}
-
-
 def _hellaswag(row: _Row) -> dict[str, Any]:
     endings = row.texts("endings")
     return {
@@ -428,25 +411,22 @@ def _hellaswag(row: _Row) -> dict[str, Any]:
         "ctx_a": row.text("ctx_a", empty=True),
         "ctx_b": row.text("ctx_b", empty=True),
         "endings": endings,
-        "label": row.choice("label", _numbers(endings)),
+        "label": row.choice("label", range(len(endings))),
     }
 
 
 def _cleaned_hellaswag(row: _Row) -> dict[str, Any]:
     endings = row.texts("endings")
-    return {
-        "query": row.text("query"),
-        "choices": endings,
-        "label": row.choice("gold", _numbers(endings)),
-    }
+    label = row.choice("gold", range(len(endings)))
+    return {"query": row.text("query"), "choices": endings, "label": label}
 
 
 def _winogrande(row: _Row) -> dict[str, Any]:
     sentence = row.text("sentence")
     if "_" not in sentence:
         raise row.error(f"'sentence' must have a gap, '_'; got {sentence!r}")
-    options = {name: row.text(name) for name in ("option1", "option2")}
-    return {"sentence": sentence, **options, "answer": row.choice("answer", ("1", "2"))}
+    options = row.each("option1", "option2")
+    return {"sentence": sentence, **options, "answer": row.choice("answer", (1, 2))}
 
 
 def _arc(row: _Row) -> dict[str, Any]:
@@ -468,21 +448,13 @@ def _arc(row: _Row) -> dict[str, Any]:
     }
 
 
-def _siqa(row: _Row) -> dict[str, Any]:
-    names = ("context", "question", "answerA", "answerB", "answerC")
-    return {**{name: row.text(name) for name in names}, "label": row.fields["label"]}
-
-
-def _numbers(choices: Sequence[object]) -> list[str]:
-    return [str(number) for number in range(len(choices))]
-
-
+_SIQA = ("context", "question", "answerA", "answerB", "answerC")
 _CONVERT: dict[str, Callable[[_Row], dict[str, Any]]] = {
     "lambada": _lambada,
-    "piqa": _piqa,
+    "piqa": lambda row: {**row.each("goal", "sol1", "sol2"), "label": int(row.fields["label"])},
     "hellaswag": _hellaswag,
     "winogrande": _winogrande,
     "arc_easy": _arc,
     "arc_challenge": _arc,
-    "siqa": _siqa,
+    "siqa": lambda row: {**row.each(*_SIQA), "label": row.fields["label"]},
 }

@@ -5,20 +5,20 @@ fda: the whole text without the white space around it, at most 48 tokens up to t
 right if the value occurs in them, in upper or lower case.
 
 Published form of the sets (hazyresearch/based-squad, based-swde-v2, based-fda): rows with `text`,
-which ends where the answer begins, and `value`, the answer. SWDE and FDA name in `key` what is asked
-for; SQuAD has the passage alone in `context`. Files are .jsonl, .json or .parquet, or on the hub.
+which ends where the answer begins, and `value`, the answer. SWDE and FDA name in `key` what is
+asked for; SQuAD has the passage alone in `context`. Files are .jsonl, .json or .parquet, or hub:NAME.
 
 SQuAD 1.1 can also be read as its publisher has it. The published completions were written by a
 language model, which turned each question into a sentence that ends in its answer. That cannot be
 repeated here, so the question itself is asked: passage, "Question: ...", "Answer:" on a line each;
 any of the question's answers is right.
 
-Cut contexts follow "Just read twice" (Arora et al., 2024), whose 1,000 tokens less 50 for the answer
-are 950: the document is cut to so many tokens around the answer, and the query follows, " Key:" after
-a full stop for SWDE and FDA, the published query for SQuAD. Three things differ from their code. The
-window is centred on the first place of the answer; theirs may be centred on the key and leave the
-answer outside. The window has its full length also at the end of a document. And the query is taken
-off before the document is cut, not after it.
+Cut contexts follow "Just read twice" (Arora et al., 2024), whose 1,000 tokens less 50 for the
+answer are 950: the document is cut to so many tokens around the answer, and the query follows,
+" Key:" after a full stop for SWDE and FDA, the published query for SQuAD. Three things differ from
+their code. The window is centred on the first place of the answer; theirs may be centred on the key
+and leave the answer outside. The window has its full length also at the end of a document. And the
+query is taken off before the document is cut, not after it.
 """
 
 from __future__ import annotations
@@ -154,14 +154,14 @@ def load_set(name: str, source: str, limit: int | None = None) -> Set:
 def _content(source: str) -> dict[str, Any] | Rows:
     """The rows of a source with their places, or the whole object of SQuAD 1.1."""
     if source.startswith(HUB):
-        return _hub(source)
+        return _numbered(source, _hub(source))
     path = Path(source)
     if path.is_dir():
         raise ValueError(f"{source} is a folder: name one of its files, or hub:{source}")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {source}")
     if path.suffix == ".parquet":
-        return _parquet(path)
+        return _numbered(source, _parquet(path))
     form = form_of(path.name)
     if form.kind not in ("json", "jsonl"):
         raise ValueError(f"{source} must be .jsonl, .json or .parquet, or hub:<dataset>")
@@ -179,34 +179,32 @@ def _json(text: str, source: str) -> dict[str, Any] | Rows:
         raise ValueError(f"{source}:{error.lineno}: this is not JSON: {error.msg}") from error
     if isinstance(value, dict) and "data" in value:
         return value
-    rows = value if isinstance(value, list) else [value]
-    return ((f"{source}: item {number}", row) for number, row in enumerate(rows, 1))
+    return _numbered(source, value if isinstance(value, list) else [value])
 
 
-def _parquet(path: Path) -> Rows:
+def _parquet(path: Path) -> Iterator[Any]:
     parquet = optional("pyarrow.parquet", f"reading {path}")
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches(256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: item {number}", row
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} failed after item {number}: {error}") from error
+    for batch in parquet.ParquetFile(path).iter_batches(256):
+        yield from batch.to_pylist()
 
 
-def _hub(source: str) -> Rows:
+def _hub(source: str) -> Iterator[Any]:
     datasets = optional("datasets", source)
     name, config, split = parse_hub(source if "@" in source else f"{source}@validation")
+    yield from datasets.load_dataset(name, config, split=split, streaming=True)
+
+
+def _numbered(source: str, rows: Iterable[Any]) -> Rows:
+    """Rows with their numbers, which errors of the library that reads them name as well."""
     number = 0
     try:
-        for row in datasets.load_dataset(name, config, split=split, streaming=True):
-            number += 1
+        for number, row in enumerate(rows, 1):
             yield f"{source}: item {number}", row
-    except GeneratorExit:
+    except (GeneratorExit, ModuleNotFoundError):
         raise
-    except Exception as error:  # the library raises whatever its many backends raise
-        raise ValueError(f"{source!r} failed after item {number}: {error}") from error
+    except Exception as error:  # libraries raise whatever their many backends raise
+        said = repr(source) if source.startswith(HUB) else source
+        raise ValueError(f"{said} failed after item {number}: {error}") from error
 
 
 def _published(name: str, row: Any, where: str) -> Item:
@@ -237,13 +235,14 @@ def _without_query(text: str, key: str) -> str:
 
 def _squad(content: dict[str, Any], source: str) -> Iterator[Item]:
     """The questions of SQuAD 1.1 in their order."""
-    number = 0
-    for article in _get(content, "data", list, source):
-        for paragraph in _get(article, "paragraphs", list, f"{source}: after item {number}"):
-            context = _text(paragraph, "context", f"{source}: after item {number}")
-            for question in _get(paragraph, "qas", list, f"{source}: after item {number}"):
+    number, where = 0, source
+    for article in _get(content, "data", list, where):
+        for paragraph in _get(article, "paragraphs", list, where):
+            context = _text(paragraph, "context", where)
+            for question in _get(paragraph, "qas", list, where):
                 number += 1
                 yield _question(context, question, f"{source}: item {number}")
+                where = f"{source}: after item {number}"
 
 
 def _question(context: str, question: Any, where: str) -> Item:

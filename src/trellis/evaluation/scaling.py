@@ -1,8 +1,8 @@
 """`trellis eval scaling`: perplexity over the FLOPs that training took.
 
-The FLOPs of a run are the sum over its steps of tokens x training_flops(model, context of the step),
-by the formulas of models/flops.py. Steps that were skipped for a bad gradient count too: they were
-computed.
+The FLOPs of a run are the sum over its steps of tokens x training_flops(model, context of the
+step), by the formulas of models/flops.py. Steps that were skipped for a bad gradient count too:
+they were computed.
 
 Two runs were validated alike if they read the same windows of the same text: the held-out part of
 the same corpus, which the checkpoint names by a hash, or the corpus that is now at the recipe's
@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +34,19 @@ from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
 from ..training.schedule import context_at
 from ..training.validation import perplexity_of
-from .models import EvaluatedModel, open_model
-from .ppl import documents, encode, perplexity
-from .runner import Job, Records, Report, Table, check_writable, digest, hash_of, measure, provenance
+from .models import EvaluatedModel, names_of, open_model
+from .ppl import documents, encode, job
+from .runner import (
+    Job,
+    Records,
+    Report,
+    Table,
+    check_writable,
+    digest,
+    hash_of,
+    measure,
+    provenance,
+)
 from .scoring import BATCH_TOKENS
 
 UNITS = {"perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
@@ -74,14 +83,28 @@ def run(
         check_tokenizers(trainings)
     if not data:
         check_validations(trainings)
-    names = _labels(paths)
-    rows = [
-        _row(training, variant, name)
+    names = names_of([str(path) for path in paths])
+    rows: list[Row] = [
+        {
+            "name": name,
+            "path": str(training.path),
+            "mixer": training.mixer,
+            "variant": variant,
+            "parameters": training.parameters,
+            "step": training.step,
+            "recipe": training.recipe.as_dict(),
+        }
         for training, variant, name in zip(trainings, variants(trainings), names)
     ]
     texts = documents(data, limit=limit, document_bytes=document_bytes) if data else []
     check_writable(out, out)
     setting: dict[str, Any] = {}
+
+    def jobs(model: EvaluatedModel) -> list[Job]:
+        encoded = [encode(model, text) for text in texts]
+        options = {"batch_tokens": batch_tokens or BATCH_TOKENS}
+        return [job(model, encoded, setting, options)._replace(note={"data": list(data)})]
+
     if context is None:
         for row, training in zip(rows, trainings):
             row |= {"validation": training.validation_text, "curve": training.curve()}
@@ -97,7 +120,6 @@ def run(
             open_model(str(training.path), device, name=name, step=training.step)
             for training, name in zip(trainings, names)
         )
-        jobs = partial(_jobs, texts, setting, list(data), batch_tokens or BATCH_TOKENS)
         found = measure(Records(out, "scaling"), models, jobs)
         for row, training, (record,) in zip(rows, trainings, found):
             result = record["result"]
@@ -141,45 +163,6 @@ def _check_options(
             raise ValueError(
                 f"--{name} {value} needs --data: recorded validations are taken as they are"
             )
-
-
-def _jobs(
-    texts: list[str],
-    setting: dict[str, Any],
-    data: list[str],
-    batch_tokens: int,
-    model: EvaluatedModel,
-) -> list[Job]:
-    """The one measurement of a run's checkpoint: its perplexity on the texts."""
-    context = setting["context"]
-    encoded = [encode(model, text) for text in texts]
-    return [
-        Job(
-            setting=setting,
-            measure=partial(perplexity, model, encoded, context, batch_tokens=batch_tokens),
-            label=f"context {context}",
-            total=sum(len(text.ids) - 1 for text in encoded),
-            note={"data": data},
-        )
-    ]
-
-
-def _row(training: Training, variant: str, name: str) -> Row:
-    return {
-        "name": name,
-        "path": str(training.path),
-        "mixer": training.mixer,
-        "variant": variant,
-        "parameters": training.parameters,
-        "step": training.step,
-        "recipe": training.recipe.as_dict(),
-    }
-
-
-def _labels(runs: Sequence[Path]) -> list[str]:
-    """The names of the runs' folders, or their whole paths where two have the same name."""
-    names = [path.resolve().name for path in runs]
-    return [str(p) if names.count(n) > 1 else n for p, n in zip(runs, names)]
 
 
 @dataclass
@@ -352,8 +335,7 @@ def check_tokenizers(runs: Sequence[Training]) -> None:
 
 
 def variants(runs: Sequence[Training]) -> list[str]:
-    """The mixer of every run, with the fields in which runs of this mixer differ: "gsa (slots=8)".
-    """
+    """The mixer of every run, with the fields in which runs of this mixer differ: "gsa (slots=8)"."""
     found = []
     for run in runs:
         alike = [other for other in runs if other.mixer == run.mixer]

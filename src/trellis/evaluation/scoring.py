@@ -7,9 +7,9 @@ order of the requests and do not depend on the batches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ LOGITS = 2**26
 LOGIT_TOKENS = 4096
 #: Names that models of transformers give to what they keep of a text.
 _CACHES = ("past_key_values", "cache_params")
+#: The token ids of a context and of a continuation.
+Request = tuple[Sequence[int], Sequence[int]]
 #: Called with the number of items that were finished since the last call.
 Progress = Callable[[int], None]
 
@@ -37,7 +39,7 @@ class Score(NamedTuple):
 
 def score(
     model: EvaluatedModel,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    requests: Sequence[Request],
     *,
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
@@ -62,9 +64,7 @@ def score(
 
 
 def _apart(
-    model: EvaluatedModel,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
-    batch_tokens: int,
+    model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
 ) -> Iterator[list[tuple[int, Score]]]:
     """Reads context and continuation of every request together."""
     lengths = [len(context) + len(continuation) for context, continuation in requests]
@@ -77,9 +77,7 @@ def _apart(
 
 
 def _shared(
-    model: EvaluatedModel,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
-    batch_tokens: int,
+    model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
 ) -> Iterator[list[tuple[int, Score]]]:
     """Reads every context once and copies its state for each continuation."""
     followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -213,50 +211,43 @@ def _write(
     writers: Sequence[_Writer],
 ) -> None:
     """The likeliest token after another; a text that has ended leaves the batch."""
-    reader = _BatchReader(model, rows) if model.ours else _SingleReader(model, rows)
+    reading = _read_batch(model, rows) if model.ours else _read_one(model, rows[0])
+    logits = next(reading)
     for place in range(max_tokens):
-        tokens = reader.logits.argmax(-1).tolist()
+        tokens = logits.argmax(-1).tolist()
         going = [i for i, token in enumerate(tokens) if writers[i].take(token)]
         if not going or place == max_tokens - 1:
             break
         writers = [writers[i] for i in going]
-        reader.read(going, [tokens[i] for i in going])
+        logits = reading.send((going, [tokens[i] for i in going]))
 
 
-class _BatchReader:
-    """Prompts of one of our models, which are read on from their states. logits: [N, V]."""
-
-    def __init__(self, model: EvaluatedModel, rows: Sequence[Sequence[int]]):
-        self.model = model
-        self.logits, self.cache = model.read(rows)
-
-    def read(self, going: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keeps the texts `going`, and reads the next token of each."""
-        if len(going) < self.cache.batch_size:
-            self.cache = self.cache.reorder(torch.tensor(going))
-        new = torch.tensor(tokens, device=self.model.device)[:, None]
-        self.logits = self.model.network(new, past_key_values=self.cache).logits[:, -1]
+#: Yields logits [N, V]. It is sent the places of the texts that go on, and the next token of each.
+_Reading = Generator[Tensor, tuple[list[int], list[int]], None]
 
 
-class _SingleReader:
+def _read_batch(model: EvaluatedModel, rows: Sequence[Sequence[int]]) -> _Reading:
+    """Prompts of one of our models, which are read on from their states."""
+    logits, cache = model.read(rows)
+    while True:
+        going, tokens = yield logits
+        if len(going) < cache.batch_size:
+            cache = cache.reorder(torch.tensor(going))
+        new = torch.tensor(tokens, device=model.device)[:, None]
+        logits = model.network(new, past_key_values=cache).logits[:, -1]
+
+
+def _read_one(model: EvaluatedModel, row: Sequence[int]) -> _Reading:
     """One prompt of a model of transformers, with whatever cache the model brings."""
-
-    def __init__(self, model: EvaluatedModel, rows: Sequence[Sequence[int]]):
-        self.model, self.ids = model, list(rows[0])
-        self.cache: dict[str, Any] = {}
-        self._call()
-
-    def read(self, going: Sequence[int], tokens: Sequence[int]) -> None:
-        self.ids += tokens
-        self._call()
-
-    def _call(self) -> None:
+    ids, cache = list(row), {}
+    while True:
         # Without a cache that can be handed back, the whole text is read again.
-        new = torch.tensor([self.ids[-1:] if self.cache else self.ids], device=self.model.device)
-        out = self.model.network(new, use_cache=True, logits_to_keep=1, **self.cache)
-        self.logits = out.logits[:, -1]
+        new = torch.tensor([ids[-1:] if cache else ids], device=model.device)
+        out = model.network(new, use_cache=True, logits_to_keep=1, **cache)
         given = {name: getattr(out, name, None) for name in _CACHES}
-        self.cache = {name: value for name, value in given.items() if value is not None}
+        cache = {name: value for name, value in given.items() if value is not None}
+        _, tokens = yield out.logits[:, -1]
+        ids += tokens
 
 
 class _Writer:

@@ -1,8 +1,8 @@
 """`trellis eval inspect`: what the memory of a model does while it reads a text.
 
 The model reads the text as always. From what its Trellis mixers hand to their memories, the
-definition of the memory is run again, token after token, and every state is looked at. There are two
-memories, of keys and of values. In the words of the recurrence
+definition of the memory is run again, token after token, and every state is measured. There are
+two memories, of keys and of values. In the words of the recurrence
 
     M_t = beta_t M_{t-1} - gamma_t u_t x_t^T,    u_t the gradient of
     loss_t(M) = 1/2 |phi(M x_t) - target_t|^2    at the point P_t
@@ -50,8 +50,7 @@ from ...ops.memory.activations import FUNCTIONS
 from ...ops.memory.interface import value_write
 from ..models import EvaluatedModel
 from ..ppl import encode
-from ..runner import Job, Record, Records, Report, Table
-from ..runner import measure as measure_all
+from ..runner import Job, Record, Records, Report, Table, measure
 from ..scoring import Progress
 from .picture import PASSES, Arrays, draw, half_life
 
@@ -101,32 +100,23 @@ def run(
         "probes": probes,
         "rank_every": rank_every,
     }
+    look = partial(inspect, model, ids, layer=layer, probes=probes, rank_every=rank_every)
     measured: list[Arrays] = []
 
-    def measure(progress: Progress = lambda done: None) -> dict[str, Any]:
-        arrays = inspect(
-            model, ids, layer=layer, probes=probes, rank_every=rank_every, progress=progress
-        )
-        measured.append(arrays)
-        return {"layers": summary(arrays)}
+    def summarised(progress: Progress) -> dict[str, Any]:
+        measured.append(look(progress=progress))
+        return {"layers": summary(measured[0])}
 
-    job = Job(
-        setting=setting,
-        measure=measure,
-        label=f"{len(ids)} tokens",
-        total=len(ids) * len(trellis_layers(model)),
-        note={"source": source},
-    )
+    total = len(ids) * len(trellis_layers(model))
+    job = Job(setting, summarised, f"{len(ids)} tokens", total, {"source": source})
     records = Records(out, "inspect")
-    ((record,),) = measure_all(records, [model], lambda _: [job])
+    ((record,),) = measure(records, [model], lambda _: [job])
     written = records.file_of(model, setting)
     if written is None:
         raise FileNotFoundError(f"the record is no longer in {records.folder}: it was deleted")
     kept = written.with_suffix(".npz")
-    if not measured and not kept.is_file():  # the record was there, but its arrays were not
-        measure()
-    if measured:
-        save(kept, measured[0])
+    if measured or not kept.is_file():  # the record may be there without its arrays
+        save(kept, measured[0] if measured else look())
     place = "" if layer is None else f"-layer-{layer}"
     place += "" if head is None else f"-head-{head}"
     picture = kept.with_name(f"{kept.stem}{place}.png")
@@ -168,8 +158,9 @@ def _summary(arrays: Arrays, n: int, memory: str) -> dict[str, Any]:
     lives = [half_life(one) for one in gates]
     return {
         "forget_gate": float(gates.mean()),
-        "half_life_of_fastest_head": _finite(min(lives)),
-        "half_life_of_slowest_head": _finite(max(lives)),
+        # JSON has no infinity: a head that never forgets has a half-life of None.
+        "half_life_of_fastest_head": min(lives) if math.isfinite(min(lives)) else None,
+        "half_life_of_slowest_head": max(lives) if math.isfinite(max(lives)) else None,
         "step_size": float(of("step_size").mean()),
         "write_norm": float(of("write_norm").mean()),
         **{
@@ -179,11 +170,6 @@ def _summary(arrays: Arrays, n: int, memory: str) -> dict[str, Any]:
         "memory_norm_at_end": float(of("memory_norm")[:, -1].mean()),
         "effective_rank_at_end": float(of("effective_rank")[:, -1].mean()),
     }
-
-
-def _finite(life: float) -> float | None:
-    """JSON has no infinity: a head that never forgets has a half-life of None."""
-    return life if math.isfinite(life) else None
 
 
 def _table(record: Record, name: str) -> Table:
@@ -204,7 +190,9 @@ def _table(record: Record, name: str) -> Table:
     tokens = record["setting"]["tokens"]
     heads = ["layer", "memory", "forget gate", "half-life of the fastest head", "of the slowest",
              "step size", "error before \u2192 after", "effective rank at the end"]  # fmt: skip
-    return Table(f"{name} reading {tokens:,} tokens, mode: {modes}; half-lives in tokens", heads, rows)
+    return Table(
+        f"{name} reading {tokens:,} tokens, mode: {modes}; half-lives in tokens", heads, rows
+    )
 
 
 def trellis_layers(model: EvaluatedModel) -> dict[int, TrellisMixer]:
@@ -308,6 +296,8 @@ def inspect(
         progress(heard.inputs.q.shape[1])
 
     _listen(model, ids, mixers, hear)
+    config = mixers[0].config
+    mode = "exact" if config.mode == "exact" else f"stale, mini-batches of {config.minibatch}"
     return {
         **arrays,
         **{
@@ -316,8 +306,8 @@ def inspect(
         },
         "recall_layers": np.array(recalled),
         "probes": asked,
-        "mode": np.array([mode_of(mixer) for mixer in mixers]),
-        "value_pass": np.array([mixer.config.value_pass for mixer in mixers]),
+        "mode": np.array([mode] * len(mixers)),
+        "value_pass": np.array([config.value_pass] * len(mixers)),
         "ids": np.array(ids),
         "tokens": np.array(token_texts(model.tokenizer, ids)),
     }
@@ -327,12 +317,6 @@ def slowest(arrays: Arrays) -> int:
     """The layer with the head that forgets keys most slowly."""
     lives = [max(half_life(head) for head in heads) for heads in arrays["keys_forget_gate"]]
     return int(arrays["layers"][int(np.argmax(lives))])
-
-
-def mode_of(mixer: TrellisMixer) -> str:
-    """Where the gradient of a write is taken, in words."""
-    config = mixer.config
-    return "exact" if config.mode == "exact" else f"stale, mini-batches of {config.minibatch}"
 
 
 def token_texts(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:

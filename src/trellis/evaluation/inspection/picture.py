@@ -1,9 +1,11 @@
-"""One picture of what a memory does while it reads: how long it keeps each token, how much it forgets
-and writes at each token, and how much better it knows a token for having written it."""
+"""One picture of what a memory does while it reads: how long it keeps each token, how much it
+forgets and writes at each token, and how much better it knows a token after writing it."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,54 +44,60 @@ def draw(
 ) -> None:
     """Writes the PNG, of a few layers, of the heads of one layer, or of one head."""
     rows = _heads(arrays, layer, head)
-    heights = [0.75, 2.6 * len(rows) + 0.9, 2.9, 2.9]
+    heights = [0.75, 2.6 * len(rows) + 0.9, 2.7, 2.7]
     with figure(path, figsize=(WIDTH, sum(heights))) as blank:
         whole = blank.figure
         blank.remove()
         top, kept, gates, errors = whole.subfigures(4, 1, height_ratios=heights)
-        tokens = len(arrays["tokens"])
-        top.suptitle(f"The memory of {name} while it reads {tokens:,} tokens", fontsize=16)
+        title = f"The memory of {name} while it reads {len(arrays['tokens']):,} tokens"
+        top.suptitle(title, fontsize=16)
         top.text(0.5, 0.12, EXPLAINED, ha="center", va="bottom", fontsize=10)
-        _draw_kept(kept, arrays, rows)
-        _draw_gates(gates, arrays, rows, by_head=layer is not None)
-        _draw_errors(errors, arrays, layer, head)
+        if layer is None:
+            curves = {f"layer {arrays['layers'][place]}": place for place, _ in rows[0]}
+            _draw_kept(kept, arrays, rows, (" (slowest)", " (fastest)"))
+            _draw_gates(gates, arrays, curves, ", mean of heads")
+            _draw_errors(errors, arrays, slice(None), "mean of all layers")
+        else:
+            heads = [(place, one) for row in rows for place, one in row]
+            place = heads[0][0]
+            curves = {f"head {one}": (place, slice(one, one + 1)) for _, one in heads}
+            _draw_kept(kept, arrays, rows, [""] * len(rows))
+            _draw_gates(gates, arrays, curves, f" of layer {layer}")
+            whose = (
+                f"layer {layer}, mean of heads" if head is None else f"layer {layer}, head {head}"
+            )
+            _draw_errors(errors, arrays, place if head is None else heads[0], whose)
 
 
-def _heads(arrays: Arrays, layer: int | None, head: int | None) -> list[list[tuple[str, Head]]]:
-    """Rows of images with their titles: the slowest and the fastest head of a few layers, or the
-    heads of one layer from the slowest to the fastest."""
+def _heads(arrays: Arrays, layer: int | None, head: int | None) -> list[list[Head]]:
+    """Rows of images: the slowest and the fastest head of a few layers; or the heads of one layer
+    from the slowest to the fastest; or one head."""
     layers, gates = arrays["layers"].tolist(), arrays["keys_forget_gate"]
+    slowest_first = [
+        sorted(range(gates.shape[1]), key=lambda head: -half_life(of_layer[head]))
+        for of_layer in gates
+    ]
     if layer is None:
-        slow, fast = [], []
-        for place in spread(len(layers), COLUMNS):
-            order = _slowest_first(gates[place])
-            for row, which, one in ((slow, "slowest", order[0]), (fast, "fastest", order[-1])):
-                row.append((f"{which} head of layer {layers[place]} (head {one})", (place, one)))
-        return [slow, fast] if gates.shape[1] > 1 else [slow]
+        few = spread(len(layers), COLUMNS)
+        ends = (0, -1) if gates.shape[1] > 1 else (0,)
+        return [[(place, slowest_first[place][end]) for place in few] for end in ends]
     place = layers.index(layer)
-    order = _slowest_first(gates[place])
+    order = slowest_first[place]
     chosen = [order[n] for n in spread(len(order), 2 * COLUMNS)] if head is None else [head]
-    titled = [(f"layer {layer}, head {one}", (place, one)) for one in chosen]
-    return [titled[n : n + COLUMNS] for n in range(0, len(titled), COLUMNS)]
+    return [[(place, one) for one in chosen[n : n + COLUMNS]]
+            for n in range(0, len(chosen), COLUMNS)]  # fmt: skip
 
 
-def _slowest_first(gates: np.ndarray) -> list[int]:
-    """Heads by their half-lives. gates: [heads, T]."""
-    return sorted(range(len(gates)), key=lambda head: -half_life(gates[head]))
-
-
-def _draw_kept(part: Any, arrays: Arrays, rows: list[list[tuple[str, Head]]]) -> None:
-    """Images of what the forget gates leave of every write."""
-    chosen = [one for row in rows for _, one in row]
-    tokens, probes = len(arrays["tokens"]), arrays["probes"]
-    ages = None if tokens <= TEXT_TOKENS else _ages(arrays, chosen)
-    columns = max(map(len, rows))
-    axes = part.subplots(len(rows), columns, squeeze=False, sharex=True, sharey=True)
-    for row, line in zip(axes, rows):
-        for axis in row[len(line) :]:
+def _draw_kept(part: Any, arrays: Arrays, rows: list[list[Head]], names: Sequence[str]) -> None:
+    """Images of what the forget gates leave of every write. names: what the rows show."""
+    tokens, probes, layers = len(arrays["tokens"]), arrays["probes"], arrays["layers"]
+    ages = None if tokens <= TEXT_TOKENS else _ages(arrays, rows)
+    axes = part.subplots(len(rows), len(rows[0]), squeeze=False, sharex=True, sharey=True)
+    for row, heads, which in zip(axes, rows, names):
+        for axis in row[len(heads) :]:
             axis.remove()
-        for axis, (title, place) in zip(row, line):
-            gates = arrays["keys_forget_gate"][place]
+        for axis, (place, head) in zip(row, heads):
+            gates = arrays["keys_forget_gate"][place, head]
             left = 100 * retention(gates, probes)
             if ages is not None:
                 left = over_age(left, probes, ages)
@@ -98,71 +106,54 @@ def _draw_kept(part: Any, arrays: Arrays, rows: list[list[tuple[str, Head]]]) ->
                 left, aspect="auto", interpolation="nearest", cmap="YlGnBu", vmin=0, vmax=100
             )
             life = half_life(gates)
-            said = "forgets nothing" if math.isinf(life) else f"half is gone after {life:.1f} tokens"
-            axis.set_title(f"{title}: {said}", fontsize=10)
+            said = "forgets nothing" if math.isinf(life) else f"half-life {life:.1f} tokens"
+            axis.set_title(f"layer {layers[place]}, head {head}{which}: {said}", fontsize=10)
             token_axis(axis.yaxis, arrays, probes, 2.3)
             if ages is None:
-                token_axis(axis.xaxis, arrays, np.arange(tokens), WIDTH / columns - 1.2)
-        row[0].set_ylabel("token that was written" if ages is None else "place of the written token")
-    below = "token being read" if ages is None else "tokens read since the write"
-    grey = "not written yet" if ages is None else "after the end of the text"
-    count = len(arrays["layers"])
-    few = f" ({len(rows[0])} of {count} layers)" if "of layer" in rows[0][0][0] else ""
-    if few and len(rows[0]) == count:
-        few = ""
-    part.suptitle(f"What is kept of each token{few}", fontsize=13)
-    part.supxlabel(f"{below}  (grey: {grey})", fontsize=10)
+                token_axis(axis.xaxis, arrays, np.arange(tokens), WIDTH / len(rows[0]) - 1.2)
+        row[0].set_ylabel("written token" if ages is None else "place of the written token")
+    shown = len({place for place, _ in rows[0]})
+    few = f"; {shown} of {len(layers)} layers" if len(names) > 1 and shown < len(layers) else ""
+    part.suptitle(
+        f"What is kept of each token (a row is a token, dark as long as it is kept{few})",
+        fontsize=12,
+    )
+    below = ("token being read", "not written yet") if ages is None else (
+        "tokens read since the write", "after the end of the text")  # fmt: skip
+    part.supxlabel("{}  (grey: {})".format(*below), fontsize=10)
     part.colorbar(image, ax=axes, label="kept of the write, %", pad=0.01, aspect=30)
 
 
-def _ages(arrays: Arrays, chosen: list[Head]) -> int:
-    """The tokens after a write that images of a long text show: four half-lives, about."""
+def _ages(arrays: Arrays, rows: list[list[Head]]) -> int:
+    """The tokens after a write that images of a long text show: about four half-lives."""
     tokens = len(arrays["tokens"])
-    life = max(half_life(arrays["keys_forget_gate"][one]) for one in chosen)
+    life = max(half_life(arrays["keys_forget_gate"][one]) for row in rows for one in row)
     return int(np.clip(4 * min(life, tokens), AGES, tokens // 3))
 
 
-def _draw_gates(
-    part: Any, arrays: Arrays, rows: list[list[tuple[str, Head]]], by_head: bool
-) -> None:
-    """Curves of the forget gate and of the step size: of layers, means over heads; or of heads."""
-    axes = part.subplots(1, 2)
-    chosen = [one for row in rows for _, one in row] if by_head else [one for _, one in rows[0]]
+def _draw_gates(part: Any, arrays: Arrays, curves: dict[str, Any], whose: str) -> None:
+    """The forget gate and the step size over the text. curves: indices [layers, heads] by name."""
     drawn = (
-        ("forget_gate", "forget gate, %", "Forget gate: what is kept of all older writes"),
-        ("step_size", "step size", "Step size: how strongly a token is written"),
+        ("forget_gate", "forget gate, %", f"Forget gate{whose}: kept of older writes", 100),
+        ("step_size", "step size", f"Step size{whose}: strength of the write", 1),
     )
-    for axis, (name, unit, title) in zip(axes, drawn):
-        scale = 100 if name == "forget_gate" else 1
-        both = [scale * arrays[f"{memory}_{name}"] for memory in PASSES]
-        apart = not np.array_equal(*both, equal_nan=True)
-        for n, (place, head) in enumerate(chosen):
-            label = f"head {head}" if by_head else f"layer {arrays['layers'][place]}, mean of heads"
-            heads = slice(head, head + 1) if by_head else slice(None)
-            for values, memory, style in zip(both, PASSES, ("-", ":")):
-                if memory == PASSES[0] or apart:
-                    name_of = f"{label}, {memory}" if apart else label
-                    colour = COLOURS[n % len(COLOURS)]
-                    _curve(axis, values[place, heads], color=colour, linestyle=style, label=name_of)
+    for axis, (name, unit, title, scale) in zip(part.subplots(1, 2), drawn):
+        keys, values = (scale * arrays[f"{memory}_{name}"] for memory in PASSES)
+        styles = {"": (keys, "-")}
+        if not np.array_equal(keys, values, equal_nan=True):
+            styles = {", keys": (keys, "-"), ", values": (values, ":")}
+        for colour, (label, index) in zip(itertools.cycle(COLOURS), curves.items()):
+            for memory, (gate, style) in styles.items():
+                _curve(axis, gate[index], color=colour, linestyle=style, label=label + memory)
         _finish(axis, arrays, title, unit)
-    axes[0].set_ylim(top=102)
-    axes[1].set_ylim(bottom=0)
 
 
-def _draw_errors(part: Any, arrays: Arrays, layer: int | None, head: int | None) -> None:
+def _draw_errors(part: Any, arrays: Arrays, index: Any, whose: str) -> None:
     """The error of a memory's answer for the token just read, before and after it is written."""
-    axes = part.subplots(1, 2, sharey=True)
-    place: Any = slice(None)
-    whose = "all layers and heads"
-    if layer is not None:
-        place = arrays["layers"].tolist().index(layer)
-        whose = f"all heads of layer {layer}" if head is None else f"layer {layer}, head {head}"
-        place = (place, slice(None) if head is None else slice(head, head + 1))
-    for axis, memory in zip(axes, PASSES):
-        power = np.maximum(arrays[f"{memory}_target_power"][place], 1e-30)
-        tokens = power.shape[-1]
+    for axis, memory in zip(part.subplots(1, 2, sharey=True), PASSES):
+        power = np.maximum(arrays[f"{memory}_target_power"][index], 1e-30)
         before, after = (
-            100 * (arrays[f"{memory}_error_{when}"][place] / power).reshape(-1, tokens)
+            100 * (arrays[f"{memory}_error_{when}"][index] / power).reshape(-1, power.shape[-1])
             for when in ("before", "after")
         )
         _curve(axis, before, color=COLOURS[1], linestyle="--", label="before its write")
@@ -170,13 +161,13 @@ def _draw_errors(part: Any, arrays: Arrays, layer: int | None, head: int | None)
         (places, high), (_, low) = binned(before), binned(after)
         axis.fill_between(places, mean_of(high), mean_of(low), color=COLOURS[0], alpha=0.12)
         axis.axhline(100, color="grey", linewidth=0.8)
-        title = f"Error for each token in the memory of {memory} (mean of {whose})"
+        title = f"Error for each token, {memory} ({whose})"
         _finish(axis, arrays, title, "error, % (100: no answer)")
         axis.set_ylim(bottom=0)
 
 
 def _finish(axis: Any, arrays: Arrays, title: str, unit: str) -> None:
-    """Title, unit, grid and legend of curves over the text."""
+    """The title, unit, grid, legend and tokens of curves over the text."""
     tokens = len(arrays["tokens"])
     axis.set_title(title, loc="left", fontsize=11)
     axis.set_ylabel(unit)
@@ -186,11 +177,15 @@ def _finish(axis: Any, arrays: Arrays, title: str, unit: str) -> None:
         size = bin_size(tokens)
         axis.set_xlabel("token" if size == 1 else f"token (means of {size})")
     token_axis(axis.xaxis, arrays, np.arange(tokens), WIDTH / 2 - 0.9)
-    axis.legend(loc="best", fontsize=8, framealpha=0.8)
+    count = len(axis.get_legend_handles_labels()[0])
+    axis.legend(
+        loc="lower right", bbox_to_anchor=(1.01, 0.97), ncols=min(count, 6), fontsize=8,
+        frameon=False, columnspacing=1.0, handlelength=1.5,
+    )  # fmt: skip
 
 
 def token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> None:
-    """Ticks with the texts of tokens, as many as fit into so many inches; numbers for long texts."""
+    """Ticks with the texts of tokens, as many as fit into so many inches; long texts have numbers."""
     if len(arrays["tokens"]) > TEXT_TOKENS:
         if len(places) < len(arrays["tokens"]):
             ticks = spread(len(places), 7)
@@ -208,7 +203,7 @@ def _label(text: str) -> str:
     """A token with signs for white space that would not be seen; long tokens are cut."""
     text = text.replace("\n", "\u21b5").replace("\t", "\u2192")
     text = text.strip(" ") or "\u2423" * len(text)
-    return text if len(text) <= 13 else text[:12] + "\u2026"
+    return text if len(text) <= 9 else text[:8] + "\u2026"
 
 
 def _curve(axis: Any, values: np.ndarray, **style: Any) -> None:
