@@ -20,7 +20,6 @@ from trellis.evaluation.inspection import (
     effective_rank,
     inspect,
     picture,
-    slowest,
     token_texts,
 )
 from trellis.evaluation.inspection.picture import PASSES, half_life, over_age, retention
@@ -140,7 +139,7 @@ def test_quantities_are_those_of_the_models_own_states(model):
 
 def test_recall_is_the_error_at_the_write_and_just_before_it():
     model = model_of()
-    arrays = inspect(model, IDS, layer=1)
+    arrays = inspect(model, IDS)
     places = np.arange(len(IDS))
     for memory in PASSES:
         power = arrays[f"{memory}_target_power"][1]
@@ -260,19 +259,16 @@ def forgetful(*rates):
     return model
 
 
-def test_the_slowest_head_of_all_layers_is_recalled(monkeypatch):
+def test_all_layers_are_recalled_and_of_long_texts_fewer_tokens(monkeypatch):
     model = forgetful([0.5, 0.2], [0.9, 0.1])
     every = inspect(model, IDS)
-    assert slowest(every) == 1
     np.testing.assert_allclose(every["keys_forget_gate"][1, 1], math.exp(-0.1), rtol=1e-4)
     assert every["recall_layers"].tolist() == [0, 1]
-    # Of a text that is too long, recall is kept of one layer.
-    monkeypatch.setattr(inspection, "RECALL_ENTRIES", 100)
-    for layer, kept in ((None, 1), (0, 0)):
-        one = inspect(model, IDS, layer=layer)
-        assert one["recall_layers"].tolist() == [kept]
-        for name in RECALLS:
-            np.testing.assert_array_equal(one[name][0], every[name][kept])
+    monkeypatch.setattr(inspection, "RECALL_ENTRIES", 4 * 2 * 2 * len(IDS))
+    some = inspect(model, IDS)
+    assert some["probes"].tolist() == [0, 12, 23, 35]
+    for name in RECALLS:
+        np.testing.assert_array_equal(some[name], every[name][:, :, some["probes"]])
 
 
 def test_of_a_text_only_what_is_asked_for_is_held(monkeypatch):
@@ -301,7 +297,7 @@ def test_only_trellis_layers_of_a_hybrid_are_shown():
     final = hybrid.network.read(torch.tensor([IDS])).states[1].memory
     assert close(arrays["keys_memory_norm"][0, :, -1], final.keys[0].norm(dim=(-2, -1)))
     with pytest.raises(ValueError, match=r"layer must be one of .* hybrid, 1; got 0"):
-        inspect(hybrid, IDS, layer=0)
+        inspection.run(hybrid, TEXT, None, layer=0)
 
 
 def test_special_and_broken_tokens_have_texts():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -475,6 +476,37 @@ def test_the_published_sizes(name, widths, rates, epochs, tested, random_non_que
         assert found.epoch_of(group) == published.epoch
         assert found.steps_of(group) == epochs * published.epoch
         assert dataclasses.replace(found, steps=7).steps_of(group) == 7
+
+
+def test_settings_are_toml_in_place_of_the_values_of_a_preset(tmp_path):
+    settings = ["steps=40", "widths=[16, 8]", "clip=0.5", "trellis.slots=64", "gsa.slots = 4"]
+    found = preset("zoology", [*settings, "trellis.conv_on=['q']", "validate_on=train"])
+    assert (found.steps, found.epochs, found.widths, found.clip) == (40, None, (16, 8), 0.5)
+    assert found.validate_on == "train"  # a word needs no quotes
+    assert found.mixer_config == {"trellis": {"slots": 64, "conv_on": ["q"]}, "gsa": {"slots": 4}}
+    assert preset("based", ["batch_tokens=2048"]).batch_rows == ()
+    small = preset("small", ["easy_first=0", "groups=[{train=[[12, 2, 10000]], test=[[12, 2]]}]"])
+    assert small.groups == (Group((Source(TINY, 10_000),), (TINY,)),)
+    (tmp_path / "mine.toml").write_text('include = "base.toml"\nlayers = 3\n[trellis]\nslots = 8\n')
+    folder = Path(__file__).parents[2] / "recipes" / "mqar"
+    (tmp_path / "base.toml").write_bytes((folder / "small.toml").read_bytes())
+    mine = preset(str(tmp_path / "mine.toml"), ["heads=2"])
+    assert (mine.name, mine.layers, mine.heads, mine.vocab_size) == ("mine", 3, 2, 192)
+    assert mine.mixer_config == {"trellis": {"slots": 8}}
+    for settings, message in (
+        (["stepps=4"], "a preset of MQAR has no key stepps; did you mean steps"),
+        (["treliss.slots=4"], "has no key treliss; did you mean trellis"),
+        (["steps=many"], "steps must be a whole number; got 'many'"),
+        (["widths=16"], "widths must be a list, each a whole number; got 16"),
+        (["trellis=4"], "trellis must be a section of the mixer's fields; got 4"),
+        (["groups=[[1]]"], r"groups must have train, a list of \[tokens, pairs, examples\]"),
+        (["groups=[{train=[], test=[[12, 2]]}]"], "every group must have something to train and"),
+        (["steps"], "--set must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            preset("small", settings)
+    with pytest.raises(FileNotFoundError, match=r"nothing\.toml"):
+        preset("nothing.toml")
 
 
 def test_tokens_asked_for_replace_the_rows_of_a_preset():

@@ -12,7 +12,7 @@ from trellis.training.schedule import context_at, learning_rate
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WHOLE = sorted(
-    p for p in RECIPES.rglob("*.toml") if p.parent.name not in ("size", "text", "context")
+    p for p in RECIPES.rglob("*.toml") if p.parent.name not in ("size", "text", "context", "mqar")
 )
 #: What the paper trains: size, text and context.
 PAPER = [

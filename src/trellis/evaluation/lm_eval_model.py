@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 try:
-    import lm_eval.tasks
+    import lm_eval.tasks  # noqa: F401, for reasoning.py
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs

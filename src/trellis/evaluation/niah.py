@@ -55,7 +55,7 @@ def run(
     def jobs(model: EvaluatedModel) -> list[Job]:
         needles = Needles(model.tokenizer, hay, seed, "test", len(model.start))
         for length in lengths:
-            check_length(model, length)
+            model.check_context(length, "a prompt with its answer")
         for variant in variants:
             needles.item(variant, min(lengths), 0)  # raises where the length is too short
         return [
@@ -87,13 +87,8 @@ def run(
     pictures = [records.folder / f"{_picture(group)}.png" for group in found]
     for group, path in zip(found, pictures):
         _draw(group, variants, lengths, path)
-    shown = list(_tables(found, variants, lengths))
-    return Report([record for group in found for record in group], [*shown], pictures)
-
-
-def check_length(model: EvaluatedModel, length: int) -> None:
-    """Raises ValueError if the model cannot read a prompt and its answer of so many tokens."""
-    model.check_context(length, "a prompt with its answer")
+    shown: list[Any] = list(_tables(found, variants, lengths))
+    return Report([record for group in found for record in group], shown, pictures)
 
 
 def _haystack_of(hay: Haystack, variant: str, length: int) -> dict[str, str]:
@@ -115,12 +110,7 @@ def retrieve(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> dict[str, Any]:
-    """The share of right answers among the first `items`, also by depth, and every answer.
-
-    Raises:
-        ValueError: the model cannot read so much, or the length is too short for the prompt.
-    """
-    check_length(model, length)
+    """The share of right answers among the first `items`, also by depth, and every answer."""
     digest = hashlib.sha256()
     answers: list[dict[str, Any]] = []
     size = max(1, _PROMPT_TOKENS // length)

@@ -3,7 +3,7 @@
 A document is the tokens of its text after the token that texts start with. A window of L tokens
 predicts its L next tokens, so that every token of a document is predicted once. With disjoint
 windows a prediction sees at most L tokens. Sliding windows move by `stride` tokens and count only
-their last `stride` predictions, which see at least L - stride tokens where the document has as many.
+their last `stride` predictions, which see at least L - stride tokens, if the document has as many.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def run(
 ) -> Report:
     """Measures every model at every context length on the documents of `data`.
 
-    Raises:
-        ValueError: the stride is longer than a context, there is no text, or a model cannot read
-            a context.
+    Raises ValueError if the stride is longer than a context, there is no text, or a model cannot
+    read a context.
     """
     check_stride(stride, contexts)
     figures.check()
@@ -77,7 +76,7 @@ def run(
     found = measure(records, models, jobs)
     picture = records.folder / "by-position.png"
     _draw(found, picture)
-    shown = [*_tables(found, contexts, stride), *_lines(found)]
+    shown: list[Any] = [*_tables(found, contexts, stride), *_lines(found)]
     return Report([record for group in found for record in group], shown, [picture])
 
 
@@ -101,11 +100,7 @@ def documents(
     document_bytes: int | None = None,
     text_field: str = "text",
 ) -> list[str]:
-    """The first `limit` documents of any sources of text, each cut to `document_bytes` bytes.
-
-    Raises:
-        ValueError: there is no text, or a document cannot be read.
-    """
+    """The first `limit` documents of any sources of text, each cut to `document_bytes` bytes."""
     found: list[str] = []
     for text in whole_texts(sources, text_field):
         if document_bytes is not None:
@@ -171,11 +166,7 @@ def perplexity(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> dict[str, Any]:
-    """Loss per token and per byte over windows of `context` tokens, and by position in them.
-
-    Raises:
-        ValueError: the model cannot read so much, or there is nothing to predict.
-    """
+    """Loss per token and per byte over windows of `context` tokens, and by position in them."""
     model.check_context(context, f"a context of {context:,} tokens")
     check_stride(stride, [context])
     cut = [window for text in texts for window in windows(text, context, stride)]

@@ -117,7 +117,7 @@ def run(
         ]
 
     found = measure_all(Records(out, "reasoning"), models, jobs)
-    shown = [*left_out, _table(found, names), *_lines(found)]
+    shown: list[Any] = [*left_out, _table(found, names), *_lines(found)]
     return Report([record for group in found for record in group], shown, [])
 
 
@@ -141,11 +141,7 @@ def _local(folder: Path, names: Sequence[str], asked: bool) -> tuple[dict[str, I
 
 
 def build(names: Sequence[str], local: Mapping[str, Items] | None = None) -> dict[str, Any]:
-    """lm-eval's tasks, on data of the hub, or on `local` rows, where nothing is fetched.
-
-    Raises:
-        ValueError: the hub does not give the data.
-    """
+    """lm-eval's tasks, on data of the hub, or on `local` rows, where nothing is fetched."""
     from .lm_eval_model import lm_eval  # says what to install where lm-eval is missing
 
     # Only the folders of these tasks: an index of all of lm-eval's tasks takes long to read.
@@ -304,23 +300,14 @@ def _lines(found: list[list[Record]]) -> Iterator[str]:
 
 
 def find(folder: Path, task: str) -> Path | None:
-    """The file of a task in a folder; None if there is none.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """The file of a task in a folder; None if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"--data must be a folder of task files; {folder} is none")
     return next((folder / name for name in FILES[task] if (folder / name).is_file()), None)
 
 
 def read(path: Path, task: str) -> Items:
-    """The items of a task's file.
-
-    Raises:
-        FileNotFoundError: the file of labels beside it is missing.
-        ValueError: a row is malformed, or there is none.
-    """
+    """The items of a task's file, each checked."""
     rows = _rows(path)
     cleaned = task == "hellaswag" and "query" in rows[0].fields
     if task in LABELS:

@@ -6,7 +6,7 @@ right if the value occurs in them, in upper or lower case.
 
 Published form of the sets (hazyresearch/based-squad, based-swde-v2, based-fda): rows with `text`,
 which ends where the answer begins, and `value`, the answer. SWDE and FDA name in `key` what is
-asked for; SQuAD has the passage alone in `context`. Files are .jsonl, .json or .parquet, or hub:NAME.
+asked for; SQuAD has the passage alone in `context`. Files are .jsonl, .json, .parquet or hub:NAME.
 
 SQuAD 1.1 can also be read as its publisher has it. The published completions were written by a
 language model, which turned each question into a sentence that ends in its answer. That cannot be
@@ -84,11 +84,7 @@ def run(
     limit: int | None,
     batch_tokens: int,
 ) -> Report:
-    """Measures every model on every set. sources: file or hub:NAME by the name of the set.
-
-    Raises:
-        ValueError: no set is given, one is malformed, or a model cannot read it.
-    """
+    """Measures every model on every set. sources: file or hub:NAME by the name of the set."""
     if not sources:
         raise ValueError("there is nothing to measure on: give --squad, --swde or --fda")
     sets = [load_set(name, source, limit) for name, source in sources.items()]
@@ -108,7 +104,7 @@ def run(
         ]
 
     found = measure_all(Records(out, "recall"), models, jobs)
-    shown = [_table(found, sets, context_tokens), *_lines(sets)]
+    shown: list[Any] = [_table(found, sets, context_tokens), *_lines(sets)]
     return Report([record for group in found for record in group], shown, [])
 
 
@@ -287,10 +283,8 @@ def encode(
 ) -> list[list[int]]:
     """Token ids of the prompts: whole texts, or documents cut to `context_tokens`.
 
-    As in lm-eval, a prompt begins with the tokens that the tokenizer puts before every text.
-
-    Raises:
-        ValueError: the model cannot read a prompt, or a document cannot be cut.
+    As in lm-eval, a prompt begins with the tokens that the tokenizer puts before every text. Raises
+    ValueError if the model cannot read a prompt, or a document cannot be cut.
     """
     if context_tokens is None:
         encoded = model.tokenizer.encode_batch([item.prompt for item in items])
@@ -314,10 +308,6 @@ def cut_prompt(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
     """Token ids of a document cut to `size` tokens around the answer, and of the query.
 
     A shorter document stays whole; a document without the answer keeps its end.
-
-    Raises:
-        ValueError: the answer has more tokens than `size`, or the text cannot be split into
-            document and query.
     """
     # Tokens are cut, not text: encoding a cut text again could give more tokens.
     kept = _cut_document(item, tokenizer, size)

@@ -2,8 +2,8 @@
 
 A task says in a `Job` what one measurement depends on and how it is made. The result is one JSON
 file for each model and setting, whose name ends in a hash of both, such as
-`runs/eval/ppl/gpt2-context-512-1f0c3a5b7d9e.json`. The same command takes the results that are there
-and measures the rest. Tasks return a `Report`; only the command prints it.
+`runs/eval/ppl/gpt2-context-512-1f0c3a5b7d9e.json`. The same command takes the results that are
+there and measures the rest. Tasks return a `Report`; only the command prints it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,23 +33,11 @@ from .scoring import Progress
 FORMAT = 1
 
 Record = dict[str, Any]
+#: An EvaluatedModel, or anything with a `name`, an `identity` that tells models apart, and facts
+#: `about` it for the record.
+Model = Any
 #: Values with the place where they stand, such as "items.jsonl:3", for errors.
 Rows = Iterator[tuple[str, Any]]
-
-
-class Model(Protocol):
-    """What a record needs to know of a model: `identity` tells models apart, `about` is recorded
-    with the result, `name` is part of the file's name."""
-
-    name: str
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    about: dict[str, Any]
-
-
-M = TypeVar("M", bound=Model)
 
 
 class Job(NamedTuple):
@@ -91,7 +79,7 @@ class Report(NamedTuple):
 
 
 def measure(
-    records: Records, models: Iterable[M], jobs: Callable[[M], Sequence[Job]]
+    records: Records, models: Iterable[Model], jobs: Callable[[Any], Sequence[Job]]
 ) -> list[list[Record]]:
     """The records of every model, one for each of its jobs; those that are missing are measured.
 
@@ -148,10 +136,7 @@ class Records:
         """The record of a model in a setting: read if it is there, else measured and written.
 
         A record is found under any name of its model; it is returned with today's name and note.
-
-        Raises:
-            ValueError: the folder cannot be written, which is tried before measuring; or the file
-                that is there is damaged.
+        Raises ValueError, before measuring, if the folder cannot be written or a file is damaged.
         """
         mark = self._mark(model, setting)
         today = json.loads(json.dumps({"model": model.about, "note": note or {}}))
@@ -267,11 +252,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of items, plain or compressed, without a byte order mark.
-
-    Raises:
-        ValueError: the file cannot be decompressed, or is not UTF-8.
-    """
+    """The text of a file of items, plain or compressed, without a byte order mark."""
     compression = form_of(path.name).compression
     check_available(compression, str(path))
     try:
@@ -294,11 +275,7 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def json_rows(text: str, source: str) -> Rows:
-    """The JSON value of each line of a text, with its place, "source:line".
-
-    Raises:
-        ValueError: a line is not JSON.
-    """
+    """The JSON value of each line of a text, with its place, "source:line"."""
     for number, line in lines(text):
         where = f"{source}:{number}"
         try:

@@ -69,10 +69,8 @@ def run(
     """Reads the runs' recorded validations, or measures their newest checkpoints on `data`.
 
     Only perplexities on `data` are kept as records; FLOPs and curves are counted on every call. The
-    report's `found` is the content of scaling-HASH.json: the runs and the fitted laws.
-
-    Raises:
-        ValueError, FileNotFoundError: runs cannot be compared, or something is not there.
+    report's `found` is the content of scaling-HASH.json: the runs and the fitted laws. Raises
+    ValueError if runs cannot be compared.
     """
     _check_options(data, context, document_bytes, limit, batch_tokens)
     figures.check()
@@ -210,11 +208,7 @@ class Training:
 
 
 def read_training(run: Path) -> Training:
-    """Reads everything about a run except its weights.
-
-    Raises:
-        FileNotFoundError: the folder is not a run, or has no metrics or no checkpoint.
-    """
+    """Reads everything about a run except its weights."""
     if not (run / RECIPE).is_file() and (run / "config.json").is_file():
         raise FileNotFoundError(
             f"{run} is a model without a record of its training (no {RECIPE}): give the run that "
@@ -335,7 +329,7 @@ def check_tokenizers(runs: Sequence[Training]) -> None:
 
 
 def variants(runs: Sequence[Training]) -> list[str]:
-    """The mixer of every run, with the fields in which runs of this mixer differ: "gsa (slots=8)"."""
+    """The mixer of every run, with the fields in which its runs differ, such as "gsa (slots=8)"."""
     found = []
     for run in runs:
         alike = [other for other in runs if other.mixer == run.mixer]

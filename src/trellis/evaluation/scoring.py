@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -239,7 +239,8 @@ def _read_batch(model: EvaluatedModel, rows: Sequence[Sequence[int]]) -> _Readin
 
 def _read_one(model: EvaluatedModel, row: Sequence[int]) -> _Reading:
     """One prompt of a model of transformers, with whatever cache the model brings."""
-    ids, cache = list(row), {}
+    ids = list(row)
+    cache: dict[str, Any] = {}
     while True:
         # Without a cache that can be handed back, the whole text is read again.
         new = torch.tensor([ids[-1:] if cache else ids], device=model.device)

@@ -60,8 +60,7 @@ QUANTITIES = (
     "target_power", "memory_norm", "effective_rank",
 )  # fmt: skip
 RECALLS = ("recall_keys", "recall_values", "recall_answer")
-#: Recall is kept for every layer while one of its arrays has at most so many entries (16 MB), else
-#: for one layer.
+#: The most entries of an array of recall (16 MB): of a long text, fewer tokens are asked for.
 RECALL_ENTRIES = 2**22
 #: The memories of this many tokens exist at a time.
 CHUNK = 32
@@ -83,10 +82,7 @@ def run(
 
     source: where the text came from, for the record. layer, head: what the picture shows; the
     arrays have all layers and heads. The report's files are the arrays and the picture, both named
-    like the record.
-
-    Raises:
-        ValueError: an empty text, no Trellis layer, no such layer or head.
+    like the record. Raises ValueError at an empty text, or where there is no such layer or head.
     """
     check_place(model, layer, head)
     figures.check()
@@ -96,11 +92,11 @@ def run(
     setting = {
         "ids_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "tokens": len(ids),
-        "layer": None if recalls_all(model, len(ids), probes) else layer,
+        "layer": None,  # arrays have all layers
         "probes": probes,
         "rank_every": rank_every,
     }
-    look = partial(inspect, model, ids, layer=layer, probes=probes, rank_every=rank_every)
+    look = partial(inspect, model, ids, probes=probes, rank_every=rank_every)
     measured: list[Arrays] = []
 
     def summarised(progress: Progress) -> dict[str, Any]:
@@ -196,11 +192,7 @@ def _table(record: Record, name: str) -> Table:
 
 
 def trellis_layers(model: EvaluatedModel) -> dict[int, TrellisMixer]:
-    """The Trellis mixers of a model, by the number of their layer.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The Trellis mixers of a model by the number of their layer; ValueError if there is none."""
     if not model.ours:
         kind = type(model.network).__name__
         raise ValueError(f"{model.name} has no Trellis layer to inspect: it is a {kind}")
@@ -231,19 +223,11 @@ def check_place(model: EvaluatedModel, layer: int | None, head: int | None) -> N
         raise ValueError(f"head must be from 0 to {heads - 1} in layer {layer}; got {head}")
 
 
-def recalls_all(model: EvaluatedModel, tokens: int, probes: int) -> bool:
-    """Whether the recall of every layer is kept for a text of so many tokens."""
-    layers = trellis_layers(model)
-    heads = next(iter(layers.values())).heads
-    return len(layers) * heads * min(probes, tokens) * tokens <= RECALL_ENTRIES
-
-
 @torch.no_grad()
 def inspect(
     model: EvaluatedModel,
     ids: Sequence[int],
     *,
-    layer: int | None = None,
     probes: int = 64,
     rank_every: int = 1,
     progress: Progress = lambda done: None,
@@ -251,29 +235,24 @@ def inspect(
     """Reads `ids` and measures every Trellis layer.
 
     Args:
-        layer: the layer whose recall is measured where it is not kept for all (`recalls_all`);
-            None takes the one with the head that forgets most slowly.
         probes: the number of tokens that recall asks for, at most, spread over the text.
         rank_every: the effective rank is computed at every so many tokens and at the last; it is
             NaN elsewhere.
         progress: called with the number of tokens that one layer has done.
 
     Returns:
-        `keys_` and `values_` + every quantity, [layers, heads, T]; the recalls [R, heads, P, T] of
-        the layers `recall_layers` [R] at the tokens `probes` [P]; `layers`, the numbers of the
-        layers; `mode` and `value_pass` [layers]; `ids`, `tokens` (their texts) [T].
-
-    Raises:
-        ValueError: no Trellis layer, no such layer, nothing to read.
+        `keys_` and `values_` + every quantity, [layers, heads, T]; the recalls of the tokens
+        `probes` [P], [layers, heads, P, T]; `layers`, the numbers of the layers, which are also
+        `recall_layers`; `mode` and `value_pass` [layers]; `ids`, `tokens` (their texts) [T].
     """
-    check_place(model, layer, None)
+    layers = trellis_layers(model)
     if not len(ids):
         raise ValueError("there is nothing to inspect: the text has no tokens")
-    layers = trellis_layers(model)
     mixers = list(layers.values())
-    asked = np.unique(np.linspace(0, len(ids) - 1, min(probes, len(ids))).round().astype(int))
     # All Trellis layers of a model have one configuration, and so the same number of heads.
     shape = (len(layers), mixers[0].heads, len(ids))
+    count = max(1, min(probes, len(ids), RECALL_ENTRIES // math.prod(shape)))
+    asked = np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))
     arrays: Arrays = {
         f"{memory}_{name}": np.full(shape, np.nan, np.float32)
         for memory in PASSES
@@ -282,14 +261,9 @@ def inspect(
     arrays["layers"] = np.array(list(layers))
     asked_inputs: list[list[MemoryInputs]] = [[] for _ in layers]
     _listen(model, ids, mixers, partial(_gates, arrays, asked, asked_inputs))
-    recalled = list(layers)
-    if not recalls_all(model, len(ids), probes):
-        recalled = [slowest(arrays) if layer is None else layer]
-
     replays = [Replay(mixer, n, arrays, rank_every) for n, mixer in enumerate(mixers)]
-    chosen = [n for n, one in enumerate(layers) if one in recalled]
-    for n in chosen:
-        replays[n].ask(asked_inputs[n])
+    for replay, inputs in zip(replays, asked_inputs):
+        replay.ask(inputs)
 
     def hear(heard: Heard) -> None:
         replays[heard.place].read(heard)
@@ -301,22 +275,16 @@ def inspect(
     return {
         **arrays,
         **{
-            name: np.stack([np.concatenate(replays[n].recalls[name], -1) for n in chosen])
+            name: np.stack([np.concatenate(replay.recalls[name], -1) for replay in replays])
             for name in RECALLS
         },
-        "recall_layers": np.array(recalled),
+        "recall_layers": arrays["layers"],
         "probes": asked,
         "mode": np.array([mode] * len(mixers)),
         "value_pass": np.array([config.value_pass] * len(mixers)),
         "ids": np.array(ids),
         "tokens": np.array(token_texts(model.tokenizer, ids)),
     }
-
-
-def slowest(arrays: Arrays) -> int:
-    """The layer with the head that forgets keys most slowly."""
-    lives = [max(half_life(head) for head in heads) for heads in arrays["keys_forget_gate"]]
-    return int(arrays["layers"][int(np.argmax(lives))])
 
 
 def token_texts(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:

@@ -44,6 +44,7 @@ def draw(
 ) -> None:
     """Writes the PNG, of a few layers, of the heads of one layer, or of one head."""
     rows = _heads(arrays, layer, head)
+    curves: dict[str, Any]
     heights = [0.75, 2.6 * len(rows) + 0.9, 2.7, 2.7]
     with figure(path, figsize=(WIDTH, sum(heights))) as blank:
         whole = blank.figure
@@ -185,7 +186,7 @@ def _finish(axis: Any, arrays: Arrays, title: str, unit: str) -> None:
 
 
 def token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> None:
-    """Ticks with the texts of tokens, as many as fit into so many inches; long texts have numbers."""
+    """Ticks with the texts of tokens, as many as fit into so many inches; or numbers, if long."""
     if len(arrays["tokens"]) > TEXT_TOKENS:
         if len(places) < len(arrays["tokens"]):
             ticks = spread(len(places), 7)

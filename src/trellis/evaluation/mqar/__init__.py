@@ -28,9 +28,8 @@ from ...training.optimizer import build_optimizer
 from ...training.recipe import Recipe, TrainSection
 from ...training.schedule import learning_rate
 from ..runner import Job, Record, Records, Report, Table, digest, measure
-from .data import PRESETS, Examples, Group, Preset, Setting, Source, accuracy, examples
+from .data import PRESETS, Examples, Group, Preset, Setting, Source, accuracy, query_logits
 from .data import preset as preset_of
-from .data import query_logits
 
 #: A batch: the source of its examples, and its number there.
 Entry = tuple[Source, int]
@@ -50,11 +49,8 @@ def run(
     """Trains and tests every mixer at every width of the preset.
 
     The report shows all results in the folder that have the preset's numbers and this seed, so that
-    several processes may share the work. The figure is PRESET.png; with other numbers or another
-    seed, its name has a hash of them.
-
-    Raises:
-        ValueError: a number is out of range, or a mixer cannot have a width.
+    several processes may share the work. Raises ValueError if a number is out of range, or a mixer
+    cannot have a width.
     """
     preset.check()
     figures.check()
@@ -64,7 +60,7 @@ def run(
     learners = [Learner(mixer, width, preset) for width in preset.widths for mixer in mixers]
     common = _common(preset, seed)
     tested = {setting for group in preset.groups for setting in group.test}
-    tests = {setting: _test_set(setting, preset, seed) for setting in tested}
+    tests = {one: preset.examples(one, preset.test_examples, "test", seed) for one in tested}
     hashes = {setting: data.sha256() for setting, data in tests.items()}
 
     def jobs(learner: Learner) -> list[Job]:
@@ -143,13 +139,6 @@ def _picture(preset: Preset, common: dict[str, Any]) -> str:
     return f"{preset.name}-{digest(common, 8)}.png"
 
 
-def _test_set(setting: Setting, preset: Preset, seed: int) -> Examples:
-    return examples(
-        setting, preset.vocab_size, preset.test_examples, split="test", seed=seed,
-        random_non_queries=preset.random_non_queries,
-    )  # fmt: skip
-
-
 def _train(
     learner: Learner, preset: Preset, group: Group, seed: int, device: str, say: Say
 ) -> Trained:
@@ -176,7 +165,10 @@ def _measure(
 
 
 class Trained(NamedTuple):
-    """The best model, None if all diverged; the result of every learning rate; the best of these."""
+    """The best model, the results of all learning rates, and the best of these.
+
+    The model and the best result are None if the training diverged at every rate.
+    """
 
     model: TrellisForCausalLM | None
     attempts: list[dict[str, Any]]
@@ -197,31 +189,19 @@ def train(
     With preset.every_rate all are tried. The best on validation examples is kept.
     """
     held_out = [
-        examples(
-            setting, preset.vocab_size, preset.validation_examples, split="validation",
-            seed=seed, random_non_queries=preset.random_non_queries,
-        ).to(device)
+        preset.examples(setting, preset.validation_examples, "validation", seed).to(device)
         for setting in preset.validated(group)
-    ]  # fmt: skip
-    found = Trained(None, [], None)
+    ]
+    attempts: list[dict[str, Any]] = []
+    kept, best = None, None
     for rate in preset.learning_rates:
         model, attempt = _attempt(config, preset, group, rate, held_out, seed, device, say)
-        attempts = [*found.attempts, attempt]
-        if _is_better(attempt, found.best):
-            found = Trained(model, attempts, attempt)
-        else:
-            found = found._replace(attempts=attempts)
-        enough = found.best is not None and found.best["accuracy"] > preset.stop_at
-        if enough and not preset.every_rate:
+        attempts.append(attempt)
+        if not attempt["diverged"] and (best is None or attempt["accuracy"] > best["accuracy"]):
+            kept, best = model, attempt
+        if best is not None and best["accuracy"] > preset.stop_at and not preset.every_rate:
             break
-    return found
-
-
-def _is_better(attempt: dict[str, Any], best: dict[str, Any] | None) -> bool:
-    """An attempt that diverged has no accuracy and is never better."""
-    if attempt["diverged"]:
-        return False
-    return best is None or attempt["accuracy"] > best["accuracy"]
+    return Trained(kept, attempts, best)
 
 
 def _attempt(
@@ -253,12 +233,18 @@ def _attempt(
     for step, data in zip(range(steps), batches(preset, group, seed)):
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate(recipe, step)
-        loss = _update(model, optimizer, data.to(device), preset.clip)
-        if not math.isfinite(loss):
+        inputs, labels = data.to(device)
+        loss = F.cross_entropy(query_logits(model, inputs, labels), labels[labels != IGNORED])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if preset.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), preset.clip)
+        optimizer.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
             diverged = True
-            say(f"rate {rate:.2g}, step {step + 1}/{steps}: the loss is {loss}, given up")
+            say(f"rate {rate:.2g}, step {step + 1}/{steps}: the loss is {losses[-1]}, given up")
             break
-        losses.append(loss)
         if (step + 1) % check_every == 0 or step + 1 == steps:
             right = _mean_accuracy(model, held_out)
             mean = sum(losses) / len(losses)
@@ -275,23 +261,6 @@ def _attempt(
         "seconds": round(time.monotonic() - start, 2),
         "curve": curve,
     }
-
-
-def _update(
-    model: TrellisForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    data: Examples,
-    clip: float | None,
-) -> float:
-    """Takes one step. Returns the loss before it, over the queries of the batch."""
-    labels = data.labels[data.labels != IGNORED]
-    loss = F.cross_entropy(query_logits(model, *data), labels)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    return loss.item()
 
 
 def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
@@ -311,11 +280,8 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
         for source, number in _easy_first(ordered, easy):
             rows = preset.rows(source.setting)
             first = number * rows
-            yield examples(
-                source.setting, preset.vocab_size, min(rows, source.examples - first),
-                split="train", seed=seed, first=first,
-                random_non_queries=preset.random_non_queries,
-            )  # fmt: skip
+            count = min(rows, source.examples - first)
+            yield preset.examples(source.setting, count, "train", seed, first)
         easy, epoch = 0, epoch + 1
 
 
@@ -342,7 +308,7 @@ def _tables(found: list[Record]) -> Iterator[Table]:
         rows = []
         for name in dict.fromkeys(record["model"]["name"] for record in here):
             of_name = {tuple(r["setting"]["test"]): r for r in here if r["model"]["name"] == name}
-            cells = [_per_cent(of_name[s]["result"]) if s in of_name else "" for s in settings]
+            cells = [_cell(of_name[s]["result"]) if s in of_name else "" for s in settings]
             last = of_name[max(of_name)]
             state, parameters = last["result"]["state_size"], last["model"]["parameters"]
             rows.append([name, *cells, f"{state:,}", f"{parameters:,}"])
@@ -351,7 +317,7 @@ def _tables(found: list[Record]) -> Iterator[Table]:
         yield Table(title, ["mixer", *heads, "state", "parameters"], rows)
 
 
-def _per_cent(result: dict[str, Any]) -> str:
+def _cell(result: dict[str, Any]) -> str:
     return "diverged" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f}"
 
 
@@ -363,28 +329,21 @@ def _draw(found: list[Record], path: Path) -> None:
     settings = sorted({tuple(record["setting"]["test"]) for record in found},
                       key=lambda setting: (setting[1], setting[0]))  # fmt: skip
     size = (1.5 + 4.5 * len(widths), 4.5)
-    with figures.figure(path, len(widths), figsize=size, sharey=True) as drawn:
-        axes = [drawn] if len(widths) == 1 else list(drawn)
-        lines: dict[str, Any] = {}
+    with figures.figure(path, len(widths), figsize=size, sharey=True, squeeze=False) as ((*axes,),):
         for axis, width in zip(axes, widths):
             for number, name in enumerate(names):
-                points = [
+                points = sorted(
                     (settings.index(tuple(r["setting"]["test"])), 100 * r["result"]["accuracy"])
                     for r in found
                     if (r["model"]["width"], r["model"]["name"]) == (width, name)
                     and r["result"]["accuracy"] is not None
-                ]
-                if points:
-                    style = "o-" if number < 10 else "s--"
-                    colour = f"C{number % 10}"
-                    (lines[name],) = axis.plot(*zip(*sorted(points)), style, color=colour)
+                )
+                x, y = [place for place, _ in points], [share for _, share in points]
+                style = "o-" if number < 10 else "s--"
+                axis.plot(x, y, style, color=f"C{number % 10}", label=name)
             labels = [f"{pairs}\n({length})" for length, pairs in settings]
             axis.set_xticks(range(len(settings)), labels)
             axis.set(xlabel="pairs (tokens)", title=f"width {width}", ylim=(-3, 103))
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("accuracy, %")
-        # One legend for all panels: a mixer may be missing at some widths.
-        if lines:
-            shown = [name for name in names if name in lines]
-            axes[-1].legend([lines[name] for name in shown], shown,
-                            loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

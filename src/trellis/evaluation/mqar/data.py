@@ -1,7 +1,7 @@
 """The sequences of multi-query associative recall, and the presets that say which are learned.
 
-A sequence of L tokens over a vocabulary of V begins with n pairs of a key and its value; later every
-key comes again, and the model must say its value there. With V = 12, L = 12 and n = 2:
+A sequence of L tokens over a vocabulary of V begins with n pairs of a key and its value; later
+every key comes again, and the model must say its value there. With V = 12, L = 12 and n = 2:
 
     tokens  3 9 5 7 | 3 0 0 0 5 0 0 0     key 3 has value 9, key 5 has value 7
     labels          | 9       7
@@ -98,9 +98,6 @@ def examples(
     """`count` examples from number `first` on; each depends on its number and the other arguments.
 
     random_non_queries: places without a pair or a query hold random tokens instead of 0.
-
-    Raises:
-        ValueError: there are no sequences of this setting.
     """
     setting.check(vocab_size)
     checks.at_least("count", count, 1)
@@ -249,6 +246,8 @@ class Preset:
     def check(self) -> None:
         """Raises ValueError at a value out of range, or at settings without sequences."""
         for group in self.groups:
+            if not group.train or not group.test:
+                raise ValueError("every group must have something to train and to test on")
             for setting in (*(source.setting for source in group.train), *group.test):
                 setting.check(self.vocab_size)
         for name in ("batch_tokens", "test_examples", "validation_examples", "layers", "heads"):
@@ -272,18 +271,15 @@ class Preset:
         if not 0 <= self.easy_first <= 1:
             raise ValueError(f"easy_first must be from 0 to 1; got {self.easy_first}")
         for group in self.groups:
-            self._check_easy_first(group)
-
-    def _check_easy_first(self, group: Group) -> None:
-        shortest = min(source.setting.length for source in group.train)
-        short = sum(self.batches(s) for s in group.train if s.setting.length == shortest)
-        steps, needed = self.steps_of(group), self.easy_steps(group)
-        if needed > short:
-            raise ValueError(
-                f"easy_first = {self.easy_first} of {steps} steps are {needed} batches of the "
-                f"shortest sequences, and an epoch has {short}; easy_first, the steps or the rows "
-                "of a batch must be smaller"
-            )
+            shortest = min(source.setting.length for source in group.train)
+            short = sum(self.batches(s) for s in group.train if s.setting.length == shortest)
+            steps, needed = self.steps_of(group), self.easy_steps(group)
+            if needed > short:
+                raise ValueError(
+                    f"easy_first = {self.easy_first} of {steps} steps are {needed} batches of the "
+                    f"shortest sequences, and an epoch has {short}; easy_first, the steps or the "
+                    "rows of a batch must be smaller"
+                )
 
     def rows(self, setting: Setting) -> int:
         """The number of sequences in a batch."""
@@ -308,6 +304,15 @@ class Preset:
     def easy_steps(self, group: Group) -> int:
         """The number of steps at the beginning that see the shortest sequences only."""
         return round(self.easy_first * self.steps_of(group))
+
+    def examples(
+        self, setting: Setting, count: int, split: str, seed: int, first: int = 0
+    ) -> Examples:
+        """Examples of a setting over the preset's vocabulary."""
+        return examples(
+            setting, self.vocab_size, count, split=split, seed=seed, first=first,
+            random_non_queries=self.random_non_queries,
+        )  # fmt: skip
 
     def validated(self, group: Group) -> list[Setting]:
         """The settings of the validation examples."""
@@ -365,10 +370,9 @@ def preset(name: str, settings: Iterable[str] = ()) -> Preset:
             raise ValueError(f"a preset of MQAR has no key {key}{near}")
         else:
             values[key] = _groups(value) if key == "groups" else value
-    missing = [key for key in ("vocab_size", "groups", "widths", "learning_rates")
-               if key not in values]  # fmt: skip
-    if missing:
-        raise ValueError(f"{path} must have {', '.join(missing)}")
+    for key in ("vocab_size", "groups", "widths", "learning_rates"):
+        if key not in values:
+            raise ValueError(f"{path} must have the key {key}")
     found: Preset = _build(Preset, values, "")
     found.check()
     return found
