@@ -43,20 +43,14 @@ TASKS = {
 }
 #: Names of a task's file in a folder of data; the first one that is there is taken.
 FILES = {
-    "lambada": (
-        "lambada_openai_test.jsonl", "lambada_test.jsonl", "lambada/lambada_test.jsonl",
-    ),
+    "lambada": ("lambada_openai_test.jsonl", "lambada_test.jsonl", "lambada/lambada_test.jsonl"),
     "piqa": ("piqa_valid.jsonl", "piqa/valid.jsonl"),
     "hellaswag": ("hellaswag_val.jsonl", "hellaswag/hellaswag_val.jsonl"),
-    "winogrande": (
-        "winogrande_xl_dev.jsonl", "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl",
-    ),
+    "winogrande": ("winogrande_xl_dev.jsonl", "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl"),
     "arc_easy": ("ARC-Easy-Test.jsonl", "ARC-Easy/ARC-Easy-Test.jsonl"),
     "arc_challenge": ("ARC-Challenge-Test.jsonl", "ARC-Challenge/ARC-Challenge-Test.jsonl"),
-    "siqa": (
-        "siqa_dev.jsonl", "socialiqa_dev.jsonl", "siqa/dev.jsonl", "socialiqa/dev.jsonl",
-        "socialiqa-train-dev/dev.jsonl",
-    ),
+    "siqa": ("siqa_dev.jsonl", "socialiqa_dev.jsonl", "siqa/dev.jsonl", "socialiqa/dev.jsonl",
+             "socialiqa-train-dev/dev.jsonl"),
 }  # fmt: skip
 #: Tasks whose answers stand one a line in a file beside the items, NAME-labels.lst.
 LABELS = {"piqa": ("0", "1"), "siqa": ("1", "2", "3")}

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import figures
 from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
@@ -358,12 +360,8 @@ def fit(flops: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
     """A fit by least squares of the logarithms; None for fewer than three different FLOPs."""
     if len(set(flops)) < 3:
         return None
-    x, y = ([math.log(value) for value in values] for values in (flops, losses))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum(
-        (a - mean_x) ** 2 for a in x
-    )
-    return PowerLaw(math.exp(mean_y - slope * mean_x), -slope)
+    slope, level = np.polyfit(np.log(flops), np.log(losses), 1).tolist()
+    return PowerLaw(math.exp(level), -slope)
 
 
 def _fits(rows: list[Row], unit: str) -> dict[str, PowerLaw]:

@@ -54,7 +54,7 @@ from ..runner import Job, Record, Records, Report, Table, measure
 from ..scoring import Progress
 from .picture import PASSES, Arrays, draw, half_life
 
-#: The names of all quantities of a memory. The first two are gates, known without the memory.
+#: The names of all quantities of a memory.
 QUANTITIES = (
     "forget_gate", "step_size", "write_norm", "error_before", "error_decayed", "error_after",
     "target_power", "memory_norm", "effective_rank",
@@ -260,16 +260,22 @@ def inspect(
     }
     arrays["layers"] = np.array(list(layers))
     asked_inputs: list[list[MemoryInputs]] = [[] for _ in layers]
-    _listen(model, ids, mixers, partial(_gates, arrays, asked, asked_inputs))
+
+    def collect(heard: Heard) -> None:
+        places = asked - heard.start
+        inside = places[(places >= 0) & (places < heard.inputs.q.shape[1])].tolist()
+        asked_inputs[heard.place] += [_copied(heard.inputs.at(t)) for t in inside]
+
+    _listen(model, ids, mixers, collect)
     replays = [Replay(mixer, n, arrays, rank_every) for n, mixer in enumerate(mixers)]
     for replay, inputs in zip(replays, asked_inputs):
         replay.ask(inputs)
 
-    def hear(heard: Heard) -> None:
+    def measured(heard: Heard) -> None:
         replays[heard.place].read(heard)
         progress(heard.inputs.q.shape[1])
 
-    _listen(model, ids, mixers, hear)
+    _listen(model, ids, mixers, measured)
     config = mixers[0].config
     mode = "exact" if config.mode == "exact" else f"stale, mini-batches of {config.minibatch}"
     return {
@@ -332,21 +338,6 @@ def _listen(
             handle.remove()
 
 
-def _gates(
-    arrays: Arrays, asked: np.ndarray, asked_inputs: list[list[MemoryInputs]], heard: Heard
-) -> None:
-    """Keeps the gates of all tokens, and all inputs of the tokens that recall asks for."""
-    inputs, start = heard.inputs, heard.start
-    stop = start + inputs.q.shape[1]
-    for n, memory in enumerate(PASSES):
-        gates = {"forget_gate": inputs.log_beta[n].exp(), "step_size": inputs.gamma[n]}
-        for name, gate in gates.items():
-            arrays[f"{memory}_{name}"][heard.place, :, start:stop] = _as_numpy(gate[0].mT)
-    asked_inputs[heard.place] += [
-        _copied(inputs.at(t - start)) for t in asked.tolist() if start <= t < stop
-    ]
-
-
 def _copied(inputs: MemoryInputs) -> MemoryInputs:
     """A copy, since a view of some tokens would keep the inputs of all of them in memory."""
     q, k, v, alpha, log_beta, gamma = inputs
@@ -405,6 +396,8 @@ class Replay:
             before, after = memory[:-1], memory[1:]
             decayed = inputs.log_beta[n][0].to(memory.dtype).exp()[..., None, None] * before
             found = {
+                "forget_gate": inputs.log_beta[n][0].exp(),
+                "step_size": inputs.gamma[n][0],
                 "write_norm": (after - decayed).norm(dim=(-2, -1)),
                 "error_before": inner_loss(_gradient_points(states[:-1], n), pair)[..., 0],
                 "error_decayed": inner_loss(decayed, pair)[..., 0],
