@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -363,3 +364,72 @@ def projection(outputs, draw=torch.float64):
         (out * torch.randn(out.shape, generator=generator, dtype=draw).to(out.dtype)).sum()
         for out in outputs
     )
+
+
+# Evaluation: small models to measure.
+
+
+def evaluated_model(mixer="trellis", name=None, **fields):
+    """An EvaluatedModel of ours with random weights, wide enough that a wrong state shows."""
+    from trellis import TrellisConfig, TrellisForCausalLM
+    from trellis.data.tokenizer import load_tokenizer
+    from trellis.evaluation.models import EvaluatedModel
+
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer("bytes")
+    config = TrellisConfig(
+        vocab_size=tokenizer.vocab_size, mixer=mixer, initializer_range=0.2, hidden_size=32,
+        num_hidden_layers=2, num_attention_heads=2, **fields,
+    )  # fmt: skip
+    return EvaluatedModel(name or f"small {mixer}", TrellisForCausalLM(config), tokenizer, {})
+
+
+def save_gpt2(folder, positions=256):
+    """Saves a GPT-2 with random weights and the tokenizer of bytes; returns the folder."""
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    from trellis.data.tokenizer import load_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer("bytes")
+    config = GPT2Config(
+        vocab_size=tokenizer.vocab_size, n_positions=positions, n_embd=32, n_layer=2, n_head=2,
+        initializer_range=0.2,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    source = json.dumps(tokenizer.json)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=type(tokenizer.inner).from_str(source),
+        eos_token=tokenizer.inner.id_to_token(tokenizer.end_of_document),
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+class RuleNetwork(torch.nn.Module):
+    """A network whose next token is `rule(ids)`, with `odds` nats between it and every other.
+
+    It is called as a model of transformers is, without a cache.
+    """
+
+    def __init__(self, rule, vocab_size, odds=50.0):
+        super().__init__()
+        self.rule, self.vocab_size, self.odds = rule, vocab_size, odds
+        self.config, self.device = SimpleNamespace(), torch.device("cpu")
+
+    def forward(self, input_ids, attention_mask=None, logits_to_keep=0, **_):
+        logits = torch.zeros(*input_ids.shape, self.vocab_size)
+        for row, ids in enumerate(input_ids.tolist()):
+            length = len(ids) if attention_mask is None else int(attention_mask[row].sum())
+            for place in range(length - logits_to_keep if logits_to_keep else 0, length):
+                logits[row, place, self.rule(ids[: place + 1])] = self.odds
+        return SimpleNamespace(logits=logits)
+
+
+def rule_model(rule, name="ruled"):
+    """An EvaluatedModel that follows `rule(ids) -> id`, with the tokenizer of bytes."""
+    from trellis.data.tokenizer import load_tokenizer
+    from trellis.evaluation.models import EvaluatedModel
+
+    tokenizer = load_tokenizer("bytes")
+    return EvaluatedModel(name, RuleNetwork(rule, tokenizer.vocab_size), tokenizer, {})

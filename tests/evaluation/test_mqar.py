@@ -3,18 +3,28 @@
 import dataclasses
 import json
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from trellis.cli.evaluation import app
-from trellis.evaluation import mqar_task, mqar_training
-from trellis.evaluation.mqar import POWER, Setting, accuracy, examples, query_logits
-from trellis.evaluation.mqar_preset import Group, Preset, Source
-from trellis.evaluation.mqar_presets import PRESETS, preset
-from trellis.evaluation.mqar_training import batches, train
+from trellis.cli.evaluation import app, show
+from trellis.evaluation import mqar
+from trellis.evaluation.mqar import batches, train
+from trellis.evaluation.mqar.data import (
+    POWER,
+    Group,
+    Preset,
+    Setting,
+    Source,
+    accuracy,
+    examples,
+    preset,
+    query_logits,
+)
 from trellis.models.config import TrellisConfig
 from trellis.models.loss import IGNORED
 from trellis.models.modeling import TrellisForCausalLM
@@ -34,6 +44,7 @@ def tiny_preset(**changed):
         "test_examples": 70,
         "validation_examples": 10,
         "check_every": 2,
+        "clip": 1.0,
     }
     return Preset("tiny", **{**values, **changed})
 
@@ -43,6 +54,13 @@ def tiny_config(mixer="gated_delta_net", width=16, layers=1, vocab_size=12):
         vocab_size=vocab_size, hidden_size=width, num_hidden_layers=layers,
         num_attention_heads=1, mixer=mixer,
     )  # fmt: skip
+
+
+def measured(*arguments, **options):
+    """Trains as the command does, prints the report, and returns the records."""
+    report = mqar.run(*arguments, say=lambda line: print(line, file=sys.stderr), **options)
+    show(report)
+    return report.found
 
 
 def pairs_of(row, pairs):
@@ -218,7 +236,7 @@ def test_training_is_set_by_its_seed():
 
 
 def test_short_sequences_come_first_and_no_example_twice():
-    small = PRESETS["small"].changed(steps=40)
+    small = preset("small").changed(steps=40)
     (group,) = small.groups
     drawn = [data for _, data in zip(range(40), batches(small, group, seed=0))]
     lengths = [data.inputs.shape[1] for data in drawn]
@@ -286,7 +304,7 @@ def test_a_fixed_order_goes_through_the_sources_and_is_looked_at_after_each_epoc
         seen.append(data)
         return 0.0
 
-    monkeypatch.setattr(mqar_training, "accuracy", held_out)
+    monkeypatch.setattr(mqar, "accuracy", held_out)
     (attempt,) = train(tiny_config(), fixed, group).attempts
     assert [look["step"] for look in attempt["curve"]] == [5, 10]
     expected = [examples(setting, 12, 10, split="validation").sha256() for setting in group.test]
@@ -295,14 +313,14 @@ def test_a_fixed_order_goes_through_the_sources_and_is_looked_at_after_each_epoc
 
 def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     small = tiny_preset()
-    first = mqar_task.run(["trellis"], small, tmp_path)
+    first = measured(["trellis"], small, tmp_path)
     assert [record["setting"]["test"] for record in first] == [[12, 2], [16, 3]]
     result = first[0]["result"]
     assert set(result["training"][0]["curve"][0]) == {"step", "loss", "accuracy"}
     assert result["training"][0]["seconds"] > 0
     assert result["state_size"] == 2 * (2 * 16 * 16 + 2 * 3 * 16)  # memories, convolutions
 
-    both = mqar_task.run(["transformer"], small, tmp_path)
+    both = measured(["transformer"], small, tmp_path)
     assert {record["model"]["name"] for record in both} == {"trellis", "transformer"}
     captured = capsys.readouterr()
     assert "12/2" in captured.out
@@ -314,25 +332,25 @@ def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(mqar_task, "train", refuse)
-    assert mqar_task.run(["trellis", "transformer"], small, tmp_path) == both
+    monkeypatch.setattr(mqar, "train", refuse)
+    assert measured(["trellis", "transformer"], small, tmp_path) == both
     with pytest.raises(AssertionError, match="trained again"):
-        mqar_task.run(["trellis"], small, tmp_path, seed=1)
+        measured(["trellis"], small, tmp_path, seed=1)
 
 
 def test_only_what_is_missing_is_measured(tmp_path):
     small = tiny_preset()
-    whole = mqar_task.run(["gsa"], small, tmp_path)
+    whole = measured(["gsa"], small, tmp_path)
     lost, kept = sorted((tmp_path / "mqar").glob("*.json"))
     before = kept.read_bytes()
     lost.unlink()
-    again = mqar_task.run(["gsa"], small, tmp_path)
+    again = measured(["gsa"], small, tmp_path)
     assert kept.read_bytes() == before
     assert [r["result"]["accuracy"] for r in again] == [r["result"]["accuracy"] for r in whole]
 
 
 def test_divergence_at_every_rate_is_a_result(tmp_path, capsys):
-    (first, _) = mqar_task.run(["transformer"], tiny_preset(learning_rates=(1e30,)), tmp_path)
+    (first, _) = measured(["transformer"], tiny_preset(learning_rates=(1e30,)), tmp_path)
     assert first["result"]["accuracy"] is None
     assert "diverged" in capsys.readouterr().out
 
@@ -396,9 +414,9 @@ def test_bad_options_are_errors_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="learning_rates must be a number above 0; got -1"):
         preset("small").changed(learning_rates=(-1.0,))
     with pytest.raises(ValueError, match="heads must divide the width, 16; got 3"):
-        mqar_task.run(["transformer"], tiny_preset(heads=3), tmp_path)
+        measured(["transformer"], tiny_preset(heads=3), tmp_path)
     with pytest.raises(ValueError, match="'trellis', which is not among the mixers"):
-        mqar_task.run(["gsa"], tiny_preset(), tmp_path, fields={"trellis": {"slots": 4}})
+        mqar.run(["gsa"], tiny_preset(mixer_config={"trellis": {"slots": 4}}), tmp_path)
     with pytest.raises(ValueError, match="split must be one of train, validation, test"):
         examples(TINY, 12, 1, split="exam")
     assert not list(tmp_path.iterdir())
@@ -460,6 +478,37 @@ def test_the_published_sizes(name, widths, rates, epochs, tested, random_non_que
         assert dataclasses.replace(found, steps=7).steps_of(group) == 7
 
 
+def test_settings_are_toml_in_place_of_the_values_of_a_preset(tmp_path):
+    settings = ["steps=40", "widths=[16, 8]", "clip=0.5", "trellis.slots=64", "gsa.slots = 4"]
+    found = preset("zoology", [*settings, "trellis.conv_on=['q']", "validate_on=train"])
+    assert (found.steps, found.epochs, found.widths, found.clip) == (40, None, (16, 8), 0.5)
+    assert found.validate_on == "train"  # a word needs no quotes
+    assert found.mixer_config == {"trellis": {"slots": 64, "conv_on": ["q"]}, "gsa": {"slots": 4}}
+    assert preset("based", ["batch_tokens=2048"]).batch_rows == ()
+    small = preset("small", ["easy_first=0", "groups=[{train=[[12, 2, 10000]], test=[[12, 2]]}]"])
+    assert small.groups == (Group((Source(TINY, 10_000),), (TINY,)),)
+    (tmp_path / "mine.toml").write_text('include = "base.toml"\nlayers = 3\n[trellis]\nslots = 8\n')
+    folder = Path(__file__).parents[2] / "recipes" / "mqar"
+    (tmp_path / "base.toml").write_bytes((folder / "small.toml").read_bytes())
+    mine = preset(str(tmp_path / "mine.toml"), ["heads=2"])
+    assert (mine.name, mine.layers, mine.heads, mine.vocab_size) == ("mine", 3, 2, 192)
+    assert mine.mixer_config == {"trellis": {"slots": 8}}
+    for settings, message in (
+        (["stepps=4"], "a preset of MQAR has no key stepps; did you mean steps"),
+        (["treliss.slots=4"], "has no key treliss; did you mean trellis"),
+        (["steps=many"], "steps must be a whole number; got 'many'"),
+        (["widths=16"], "widths must be a list, each a whole number; got 16"),
+        (["trellis=4"], "trellis must be a section of the mixer's fields; got 4"),
+        (["groups=[[1]]"], r"groups must have train, a list of \[tokens, pairs, examples\]"),
+        (["groups=[{train=[], test=[[12, 2]]}]"], "every group must have something to train and"),
+        (["steps"], "--set must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            preset("small", settings)
+    with pytest.raises(FileNotFoundError, match=r"nothing\.toml"):
+        preset("nothing.toml")
+
+
 def test_tokens_asked_for_replace_the_rows_of_a_preset():
     changed = preset("based").changed(batch_tokens=2048)
     assert [changed.rows(Setting(length, 4)) for length in (64, 128, 256)] == [32, 16, 8]
@@ -467,7 +516,7 @@ def test_tokens_asked_for_replace_the_rows_of_a_preset():
 
 def test_the_figure_is_named_by_what_it_shows():
     def picture(one, seed=0):
-        return mqar_task._picture(one, mqar_task._common(one, seed))
+        return mqar._picture(one, mqar._common(one, seed))
 
     small = preset("small")
     assert picture(small) == picture(small.changed(widths=(16,))) == "small.png"

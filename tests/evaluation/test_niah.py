@@ -2,25 +2,25 @@ import json
 import re
 
 import pytest
-from tests.evaluation.helpers import ours, ruled, save_gpt2
+from tests.support import evaluated_model, rule_model, save_gpt2
 from typer.testing import CliRunner
 
 from trellis.cli import app
-from trellis.cli.evaluation.common import subjects
+from trellis.cli.evaluation import show
 from trellis.data.needles import VARIANTS, Haystack, Needles
 from trellis.data.tokenizer import load_tokenizer
-from trellis.evaluation import niah_task
+from trellis.evaluation import niah
+from trellis.evaluation.models import open_model, open_models
 from trellis.evaluation.niah import by_depth, matches, retrieve
-from trellis.evaluation.subject import load_subject
 
 BYTES = load_tokenizer("bytes")
 TEXT = "It was late. The fox said nothing. Nobody answered! Then it rained, as always. " * 20
 ASKED = re.compile(r"The special magic \w+ for (\S+( \S+)*) mentioned in the provided text is")
 
 
-def asked(subject, variant, length, items, depths=range(0, 101, 10), **options):
-    needles = Needles(subject.tokenizer, Haystack([TEXT]), 42, "test", len(subject.start))
-    return retrieve(subject, needles, variant, length, items, depths=depths, **options)
+def asked(model, variant, length, items, depths=range(0, 101, 10), **options):
+    needles = Needles(model.tokenizer, Haystack([TEXT]), 42, "test", len(model.start))
+    return retrieve(model, needles, variant, length, items, depths=depths, **options)
 
 
 def look_up(ids):
@@ -40,8 +40,8 @@ def counting(ids):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_that_looks_the_key_up_finds_every_needle(variant):
-    subject = ruled(look_up)
-    found = asked(subject, variant, 720, 11)
+    model = rule_model(look_up)
+    found = asked(model, variant, 720, 11)
     assert found["accuracy"] == 1.0
     assert [row["depth"] for row in found["by_depth"]] == list(range(0, 101, 10))
     assert all(row["correct"] == row["items"] == 1 for row in found["by_depth"])
@@ -52,8 +52,8 @@ def test_a_model_that_looks_the_key_up_finds_every_needle(variant):
 
 @pytest.mark.parametrize("variant", ["passkey", "uuid"])
 def test_a_model_that_ignores_the_text_finds_none(variant):
-    subject = ruled(counting)
-    found = asked(subject, variant, 700, 3)
+    model = rule_model(counting)
+    found = asked(model, variant, 700, 3)
     assert found["accuracy"] == 0.0
     assert all(len(item["answer"]) == 128 for item in found["items"])
 
@@ -67,19 +67,19 @@ def test_a_value_counts_wherever_it_stands_as_in_ruler():
 
 def test_fewer_items_are_a_prefix_and_batches_change_nothing(monkeypatch):
     monkeypatch.setattr("trellis.evaluation.niah.ANSWER_TOKENS", 24)
-    subject = ours("trellis")
-    together = asked(subject, "number", 600, 4, batch_tokens=10_000)
-    alone = asked(subject, "number", 600, 4, batch_tokens=1)
+    model = evaluated_model("trellis")
+    together = asked(model, "number", 600, 4, batch_tokens=10_000)
+    alone = asked(model, "number", 600, 4, batch_tokens=1)
     assert together == alone
     assert all(len(item["answer"]) > 10 for item in alone["items"])
-    assert asked(subject, "number", 600, 2)["items"] == together["items"][:2]
+    assert asked(model, "number", 600, 2)["items"] == together["items"][:2]
 
 
 def test_long_sets_are_built_in_parts(monkeypatch):
-    subject = ruled(look_up)
-    whole = asked(subject, "number", 650, 3)
+    model = rule_model(look_up)
+    whole = asked(model, "number", 650, 3)
     monkeypatch.setattr("trellis.evaluation.niah._PROMPT_TOKENS", 1300)
-    assert asked(subject, "number", 650, 3) == whole
+    assert asked(model, "number", 650, 3) == whole
 
 
 def test_random_depths_are_summed_up_by_tenths():
@@ -104,9 +104,10 @@ def book(tmp_path):
 
 
 def test_the_command_keeps_results_and_draws_them(tmp_path, book, capsys):
-    subject = ruled(look_up, "looks up")
+    model = rule_model(look_up, "looks up")
     places = (book, ["passkey", "word"], [700, 1024], tmp_path / "out")
-    first = niah_task.run([subject], *places, **{**OPTIONS, "limit": 2})
+    first = niah.run([model], *places, **{**OPTIONS, "limit": 2})
+    show(first)
     printed = capsys.readouterr().out
     assert "needles found, per cent" in printed
     assert "100.0" in printed
@@ -119,35 +120,35 @@ def test_the_command_keeps_results_and_draws_them(tmp_path, book, capsys):
     assert record["setting"]["seed"] == 42
     assert record["setting"]["items"] == len(record["result"]["items"]) == 2
 
-    subject.model = None  # would fail if it were asked
-    assert niah_task.run([subject], *places, **{**OPTIONS, "limit": 2}) == first
+    model.network = None  # would fail if it were asked
+    assert niah.run([model], *places, **{**OPTIONS, "limit": 2}) == first
     # Another length beside it changes none of them.
     again = (book, ["word"], [700], tmp_path / "out")
-    (one,) = niah_task.run([subject], *again, **{**OPTIONS, "items": 2})
-    assert one in first
+    (one,) = niah.run([model], *again, **{**OPTIONS, "items": 2}).found
+    assert one in first.found
     assert len(one["setting"]["haystack_sha256"]) == len(one["setting"]["words_sha256"]) == 64
     assert one["note"] == {"haystack": book}
 
 
 def test_a_source_of_another_name_is_not_measured_again(tmp_path, book, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    subject = ruled(look_up)
+    model = rule_model(look_up)
     options = (["word"], [700], tmp_path / "out")
-    first = niah_task.run([subject], book, *options, **OPTIONS)
-    subject.model = None  # would fail if it were asked
-    (again,) = niah_task.run([subject], ["./book.txt"], *options, **OPTIONS)
+    first = niah.run([model], book, *options, **OPTIONS).found
+    model.network = None  # would fail if it were asked
+    (again,) = niah.run([model], ["./book.txt"], *options, **OPTIONS).found
     assert again["result"] == first[0]["result"]
 
 
 def test_every_setting_and_model_has_its_picture(tmp_path, book, capsys, monkeypatch):
-    monkeypatch.setattr(niah_task, "_draw", lambda *given: given[-1].touch())
-    one, other = ruled(look_up, "same"), ruled(look_up, "same")
+    monkeypatch.setattr(niah, "_draw", lambda *given: given[-1].touch())
+    one, other = rule_model(look_up, "same"), rule_model(look_up, "same")
     other.about["weights_sha256"] = "another"
     options = {**OPTIONS, "items": 1}
     for seed, variants in ((1, ["word"]), (2, ["word"]), (2, ["passkey"])):
         for _ in range(2):
             settings = (book, variants, [700], tmp_path)
-            niah_task.run([one, other], *settings, **{**options, "seed": seed})
+            show(niah.run([one, other], *settings, **{**options, "seed": seed}))
     pictures = {str(path) for path in (tmp_path / "niah").glob("same-heatmap-*.png")}
     assert len(pictures) == 6
     printed = capsys.readouterr().out.replace("\n", "")
@@ -157,27 +158,27 @@ def test_every_setting_and_model_has_its_picture(tmp_path, book, capsys, monkeyp
 def test_without_matplotlib_nothing_is_measured(tmp_path, book, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"figures need matplotlib"):
-        niah_task.run([None], book, ["word"], [700], tmp_path / "out", **OPTIONS)
+        niah.run([None], book, ["word"], [700], tmp_path / "out", **OPTIONS)
 
 
 def test_models_of_one_name_are_told_apart(tmp_path):
     places = [str(save_gpt2(tmp_path / run / "gpt2")) for run in ("a", "b")]
-    assert [subject.name for subject in subjects(places)] == places
-    assert [subject.name for subject in subjects(places[:1])] == ["gpt2"]
+    assert [model.name for model in open_models(places)] == places
+    assert [model.name for model in open_models(places[:1])] == ["gpt2"]
 
 
 def test_a_wide_table_is_printed_by_variant(tmp_path, book, capsys):
     lengths = [600 + n for n in range(5)]
     options = {**OPTIONS, "items": 1}
-    niah_task.run([ruled(look_up)], book, ["number", "uuid"], lengths, tmp_path, **options)
+    show(niah.run([rule_model(look_up)], book, ["number", "uuid"], lengths, tmp_path, **options))
     assert capsys.readouterr().out.count("needles found") == 2
 
 
 def test_errors_come_before_measuring(tmp_path, book):
-    def run(subject, variants=("uuid",), lengths=(700,)):
-        niah_task.run([subject], book, variants, lengths, tmp_path / "out", **OPTIONS)
+    def run(model, variants=("uuid",), lengths=(700,)):
+        niah.run([model], book, variants, lengths, tmp_path / "out", **OPTIONS)
 
-    gpt2 = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=1000)))
+    gpt2 = open_model(str(save_gpt2(tmp_path / "gpt2", positions=1000)))
     with pytest.raises(
         ValueError, match=r"prompt with its answer has 1,024 .*gpt2 reads at most 1,000"
     ):

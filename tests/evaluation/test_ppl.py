@@ -4,23 +4,25 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.evaluation.helpers import ours, save_gpt2
+from tests.support import evaluated_model, save_gpt2
 from typer.testing import CliRunner
 
 from trellis.cli import app
-from trellis.evaluation import ppl_task
-from trellis.evaluation.ppl import encode, perplexity, saw_more, token_losses, windows
-from trellis.evaluation.subject import load_subject
+from trellis.cli.evaluation import show
+from trellis.evaluation import ppl
+from trellis.evaluation.models import open_model
+from trellis.evaluation.ppl import encode, perplexity, saw_more, windows
+from trellis.evaluation.scoring import token_losses
 
 TEXTS = ["It was the best of times, it was the worst of times. " * 3, "Call me Ishmael.", "x"]
 
 
-def directly(subject, texts, context, stride=None):
+def directly(model, texts, context, stride=None):
     """Every token from the tokens that its window lets it see, one call of the model each."""
     total, count = 0.0, 0
     step = stride or context
     for text in texts:
-        ids = encode(subject, text).ids
+        ids = encode(model, text).ids
         for target in range(1, len(ids)):
             if target <= context:
                 begin = 0
@@ -31,24 +33,24 @@ def directly(subject, texts, context, stride=None):
                 begin = min(context + moved, len(ids) - 1) - context
             row = torch.tensor([ids[begin:target]])
             with torch.no_grad():
-                logits = subject.model(row).logits[0, -1].double()
+                logits = model.network(row).logits[0, -1].double()
             total += float(F.cross_entropy(logits, torch.tensor(ids[target])))
             count += 1
     return total / count
 
 
 @pytest.fixture(params=["trellis", "transformer", "mamba2", "gpt2"])
-def subject(request, tmp_path):
+def model(request, tmp_path):
     if request.param == "gpt2":
-        return load_subject(str(save_gpt2(tmp_path / "gpt2")))
-    return ours(request.param)
+        return open_model(str(save_gpt2(tmp_path / "gpt2")))
+    return evaluated_model(request.param)
 
 
 @pytest.mark.parametrize(("context", "stride"), [(200, None), (17, None), (20, 6), (8, 8)])
-def test_loss_is_that_of_a_direct_computation(subject, context, stride):
-    texts = [encode(subject, text) for text in TEXTS]
-    found = perplexity(subject, texts, context, stride=stride)
-    expected = directly(subject, TEXTS, context, stride)
+def test_loss_is_that_of_a_direct_computation(model, context, stride):
+    texts = [encode(model, text) for text in TEXTS]
+    found = perplexity(model, texts, context, stride=stride)
+    expected = directly(model, TEXTS, context, stride)
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
     size = sum(len(text.encode()) for text in TEXTS)
@@ -56,15 +58,15 @@ def test_loss_is_that_of_a_direct_computation(subject, context, stride):
     assert found["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
 
 
-def test_results_do_not_depend_on_batches(subject):
-    texts = [encode(subject, text) for text in TEXTS]
-    alone = perplexity(subject, texts, 23, batch_tokens=1)
-    together = perplexity(subject, texts, 23, batch_tokens=10_000)
+def test_results_do_not_depend_on_batches(model):
+    texts = [encode(model, text) for text in TEXTS]
+    alone = perplexity(model, texts, 23, batch_tokens=1)
+    together = perplexity(model, texts, 23, batch_tokens=10_000)
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
 
 
-def test_positions_add_up_to_the_whole(subject):
-    found = perplexity(subject, [encode(subject, text) for text in TEXTS], 50)
+def test_positions_add_up_to_the_whole(model):
+    found = perplexity(model, [encode(model, text) for text in TEXTS], 50)
     rows = found["by_position"]
     assert [(row["from"], row["to"]) for row in rows][:4] == [(1, 1), (2, 2), (3, 4), (5, 8)]
     assert sum(row["tokens"] for row in rows) == found["tokens"]
@@ -74,7 +76,7 @@ def test_positions_add_up_to_the_whole(subject):
 
 @pytest.mark.parametrize(("context", "stride"), [(5, None), (7, 3), (1, 1), (100, 10)])
 def test_windows_predict_every_token_once(context, stride):
-    text = encode(ours(), "abcdefghijklmnopq")
+    text = encode(evaluated_model(), "abcdefghijklmnopq")
     seen = []
     for window in windows(text, context, stride):
         assert len(window.ids) <= context + 1
@@ -83,41 +85,41 @@ def test_windows_predict_every_token_once(context, stride):
 
 
 def test_long_rows_are_read_in_segments(monkeypatch):
-    subject = ours()
-    text = [encode(subject, TEXTS[0] * 5)]
-    whole = perplexity(subject, text, 600)
-    monkeypatch.setattr("trellis.evaluation.ppl.LOGIT_TOKENS", 7)
-    assert perplexity(subject, text, 600)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    model = evaluated_model()
+    text = [encode(model, TEXTS[0] * 5)]
+    whole = perplexity(model, text, 600)
+    monkeypatch.setattr("trellis.evaluation.scoring.LOGIT_TOKENS", 7)
+    assert perplexity(model, text, 600)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
 def test_a_context_beyond_the_model_is_an_error(tmp_path):
-    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=64)))
+    model = open_model(str(save_gpt2(tmp_path / "gpt2", positions=64)))
     with pytest.raises(ValueError, match=r"a context of 100 tokens.*gpt2 reads at most 64"):
-        perplexity(subject, [encode(subject, "text")], 100)
+        perplexity(model, [encode(model, "text")], 100)
 
 
-def test_rows_may_come_in_any_order(subject, monkeypatch):
-    monkeypatch.setattr("trellis.evaluation.ppl.LOGIT_TOKENS", 12)
-    rows = [encode(subject, text).ids for text in ("x", TEXTS[0], "", TEXTS[1])]
-    if not subject.ours:
+def test_rows_may_come_in_any_order(model, monkeypatch):
+    monkeypatch.setattr("trellis.evaluation.scoring.LOGIT_TOKENS", 12)
+    rows = [encode(model, text).ids for text in ("x", TEXTS[0], "", TEXTS[1])]
+    if not model.ours:
         rows.pop(2)  # a model of transformers reads at least one token
-    found = token_losses(subject, rows)
+    found = token_losses(model, rows)
     for row, losses in zip(rows, found):
         assert len(losses) == len(row) - 1
         if len(row) > 1:
-            (alone,) = token_losses(subject, [row])
+            (alone,) = token_losses(model, [row])
             torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_bad_context_or_stride_is_an_error_before_anything_is_measured(tmp_path):
-    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=64)))
+    model = open_model(str(save_gpt2(tmp_path / "gpt2", positions=64)))
     (tmp_path / "text").write_text(TEXTS[0])
     data, out = [str(tmp_path / "text")], tmp_path / "out"
     options = {"document_bytes": None, "limit": None, "batch_tokens": 4096}
     with pytest.raises(ValueError, match=r"a context of 100 tokens.*gpt2 reads at most 64"):
-        ppl_task.run([subject], data, [16, 100], out, stride=None, **options)
+        ppl.run([model], data, [16, 100], out, stride=None, **options)
     with pytest.raises(ValueError, match=r"--stride must be from 1 to the shortest context, 16"):
-        ppl_task.run(None, ["nowhere"], [64, 16], out, stride=17, **options)
+        ppl.run(None, ["nowhere"], [64, 16], out, stride=17, **options)
     assert not out.exists()
 
 
@@ -125,12 +127,12 @@ def test_figures_that_cannot_be_drawn_are_an_error_before_anything_is_measured(m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     options = {"stride": None, "document_bytes": None, "limit": None, "batch_tokens": 4096}
     with pytest.raises(ModuleNotFoundError, match=r"trellis-memory\[plots\]"):
-        ppl_task.run(None, ["nowhere"], [16], None, **options)
+        ppl.run(None, ["nowhere"], [16], None, **options)
 
 
 @pytest.mark.parametrize("stride", [None, 4])
 def test_predictions_from_more_tokens_than_a_shorter_context_has(stride):
-    texts = [encode(ours(), text) for text in ("a" * 10, "b" * 25, "c" * 3)]
+    texts = [encode(evaluated_model(), text) for text in ("a" * 10, "b" * 25, "c" * 3)]
     seen = [
         place + 1
         for text in texts
@@ -155,9 +157,9 @@ def test_the_command_line(tmp_path):
 
 
 def test_nothing_to_predict_is_an_error():
-    subject = ours()
+    model = evaluated_model()
     with pytest.raises(ValueError, match="nothing to predict"):
-        perplexity(subject, [encode(subject, "")], 10)
+        perplexity(model, [encode(model, "")], 10)
 
 
 def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
@@ -165,8 +167,9 @@ def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
         (tmp_path / f"{number}.txt").write_text(text)
     options = {"stride": None, "document_bytes": None, "batch_tokens": 4096}
     files = [str(tmp_path / f"{number}.txt") for number in range(3)]
-    subject = ours()
-    first = ppl_task.run([subject], files, [16, 64], tmp_path / "out", limit=None, **options)
+    model = evaluated_model()
+    first = ppl.run([model], files, [16, 64], tmp_path / "out", limit=None, **options)
+    show(first)
     assert "perplexity per token by context" in capsys.readouterr().out
     kept = sorted((tmp_path / "out" / "ppl").glob("*.json"))
     assert len(kept) == 2
@@ -175,10 +178,8 @@ def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
     assert record["setting"]["data_sha256"]
     assert (tmp_path / "out" / "ppl" / "by-position.png").stat().st_size > 1000
 
-    subject.model = None  # would fail if it were asked
-    assert (
-        ppl_task.run([subject], files, [16, 64], tmp_path / "out", limit=None, **options) == first
-    )
+    model.network = None  # would fail if it were asked
+    assert ppl.run([model], files, [16, 64], tmp_path / "out", limit=None, **options) == first
 
 
 def test_a_limit_is_a_prefix(tmp_path):
@@ -186,7 +187,7 @@ def test_a_limit_is_a_prefix(tmp_path):
         (tmp_path / f"{number}.txt").write_text(text)
     files = [str(tmp_path / f"{number}.txt") for number in range(3)]
     options = {"stride": None, "document_bytes": None, "batch_tokens": 4096}
-    subject = ours()
-    (limited,) = ppl_task.run([subject], files, [64], tmp_path / "a", limit=2, **options)
-    (prefix,) = ppl_task.run([subject], files[:2], [64], tmp_path / "b", limit=None, **options)
+    model = evaluated_model()
+    (limited,) = ppl.run([model], files, [64], tmp_path / "a", limit=2, **options).found
+    (prefix,) = ppl.run([model], files[:2], [64], tmp_path / "b", limit=None, **options).found
     assert limited["result"] == prefix["result"]

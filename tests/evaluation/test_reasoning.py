@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-from tests.evaluation.helpers import ours, save_gpt2
+from tests.support import evaluated_model, save_gpt2
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trellis.cli import app
+from trellis.cli.evaluation import show
+from trellis.evaluation.models import open_model
 from trellis.evaluation.ppl import encode
-from trellis.evaluation.reasoning_data import FILES, find, read
-from trellis.evaluation.subject import load_subject
+from trellis.evaluation.reasoning import FILES, find, read
 
 CHOICES = ["in the park", "on a distant star, which nobody knew", "under it", "with great care"]
 
@@ -139,10 +140,10 @@ def built(folder, *names):
     return build(names, {name: read(find(folder, name), name) for name in names})
 
 
-def wrapped(subject, **options):
+def wrapped(model, **options):
     from trellis.evaluation.lm_eval_model import TrellisLM
 
-    return TrellisLM(subject=subject, **options)
+    return TrellisLM(model=model, **options)
 
 
 def asked(*arguments):
@@ -162,7 +163,7 @@ def compare(tasks, path):
 
     from trellis.evaluation.reasoning import likelihoods, measure
 
-    model, theirs = wrapped(load_subject(path)), by_hf(path)
+    model, theirs = wrapped(open_model(path)), by_hf(path)
     for task in tasks.values():
         found = measure(model, task)
         out = evaluate(
@@ -187,7 +188,7 @@ def test_all_tasks_score_as_with_lm_evals_own_model(request, data, which, offlin
 
 
 def test_contexts_and_continuations_may_merge(merging):
-    model = wrapped(load_subject(merging))
+    model = wrapped(open_model(merging))
     context, continuation = "in the", " park again"
     whole = model.tok_encode(context + continuation)
     assert whole[: len(model.tok_encode(context))] != model.tok_encode(context)
@@ -219,8 +220,8 @@ def test_prompts_of_hellaswag_are_those_of_lm_eval(data, cleaned):
     [("a b", " c"), ("a b  ", "c"), ("a\n", "c d"), ("", "whole"), ("ä", "ö"), ("x" * 80, " y")],
 )
 def test_texts_are_split_as_by_lm_evals_own_model(gpt2, monkeypatch, context, continuation):
-    model, theirs = wrapped(load_subject(gpt2)), by_hf(gpt2)
-    monkeypatch.setattr(model.subject, "max_context", 64)
+    model, theirs = wrapped(open_model(gpt2)), by_hf(gpt2)
+    monkeypatch.setattr(model.evaluated, "max_context", 64)
     theirs._max_length = 64
     (found,) = model.loglikelihood(asked((context, continuation)))
     (expected,) = theirs.loglikelihood(asked((context, continuation)), disable_tqdm=True)
@@ -229,16 +230,16 @@ def test_texts_are_split_as_by_lm_evals_own_model(gpt2, monkeypatch, context, co
 
 
 def test_long_contexts_are_cut_and_told_but_not_long_answers(data, tmp_path, capsys):
-    subject = load_subject(str(save_gpt2(tmp_path / "short", positions=24)))
-    (record,) = run(subject, data, tmp_path, tasks=["winogrande"])
+    model = open_model(str(save_gpt2(tmp_path / "short", positions=24)))
+    (record,) = run(model, data, tmp_path, tasks=["winogrande"])
     assert record["result"]["contexts_cut"] == 6
     assert (
         "short, winogrande: 6 contexts are longer than the model reads" in capsys.readouterr().out
     )
     with pytest.raises(ValueError, match=r"a continuation has 30 tokens.*reads at most 24"):
-        wrapped(subject).loglikelihood(asked(("a", "b" * 30)))
+        wrapped(model).loglikelihood(asked(("a", "b" * 30)))
     with pytest.raises(ValueError, match=r"an answer has 31 tokens.*reads at most 24"):
-        wrapped(subject).generate_until(asked(("a", {"max_gen_toks": 30, "until": []})))
+        wrapped(model).generate_until(asked(("a", {"max_gen_toks": 30, "until": []})))
 
 
 PAIRS = [("the cat sat", " on the mat"), ("the cat sat", " up"), ("", "x"), ("the cat sat ", "so")]
@@ -246,41 +247,41 @@ PAIRS = [("the cat sat", " on the mat"), ("the cat sat", " up"), ("", "x"), ("th
 
 @pytest.mark.parametrize("mixer", ["trellis", "transformer"])
 def test_shared_contexts_and_batches_change_nothing(mixer):
-    subject = ours(mixer)
-    alone = [wrapped(subject, share=False).loglikelihood(asked(pair))[0] for pair in PAIRS]
+    model = evaluated_model(mixer)
+    alone = [wrapped(model, share=False).loglikelihood(asked(pair))[0] for pair in PAIRS]
     for options in ({}, {"batch_tokens": 1}, {"share": False}):
-        found = wrapped(subject, **options).loglikelihood(asked(*PAIRS))
+        found = wrapped(model, **options).loglikelihood(asked(*PAIRS))
         for one, expected in zip(found, alone):
             assert one == (pytest.approx(expected[0], rel=1e-5), expected[1])
 
 
 def test_contexts_are_read_once(monkeypatch):
-    subject = ours()
+    model = evaluated_model()
     read_rows = []
-    original = subject.read
-    monkeypatch.setattr(subject, "read", lambda rows: read_rows.extend(rows) or original(rows))
-    wrapped(subject).loglikelihood(asked(*((CHOICES[0], f" {end}") for end in CHOICES)))
+    original = model.read
+    monkeypatch.setattr(model, "read", lambda rows: read_rows.extend(rows) or original(rows))
+    wrapped(model).loglikelihood(asked(*((CHOICES[0], f" {end}") for end in CHOICES)))
     assert len(read_rows) == 1
 
 
 def test_a_whole_text_is_that_of_a_direct_computation():
-    subject = ours()
+    model = evaluated_model()
     texts = ["It was the best of times.", "", "x", "It was the worst of times, " * 4]
     for batch_tokens in (1, 10_000):
-        found = wrapped(subject, batch_tokens=batch_tokens).loglikelihood_rolling(
+        found = wrapped(model, batch_tokens=batch_tokens).loglikelihood_rolling(
             asked(*((text,) for text in texts))
         )
         for text, likelihood in zip(texts, found):
-            ids = [*subject.start, *text.encode()]
+            ids = [*model.start, *text.encode()]
             with torch.no_grad():
-                chances = subject.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+                chances = model.network(torch.tensor([ids])).logits[0].double().log_softmax(-1)
             expected = sum(float(chances[n, token]) for n, token in enumerate(ids[1:]))
             assert likelihood == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_whole_text_in_windows_is_that_of_lm_evals_own_model(gpt2, monkeypatch):
-    model, theirs = wrapped(load_subject(gpt2)), by_hf(gpt2)
-    monkeypatch.setattr(model.subject, "max_context", 16)
+    model, theirs = wrapped(open_model(gpt2)), by_hf(gpt2)
+    monkeypatch.setattr(model.evaluated, "max_context", 16)
     theirs._max_length = 16
     texts = asked(("It was the best of times, it was the worst of times.",), ("short",))
     expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
@@ -318,11 +319,11 @@ TOKENIZERS = {
 def test_texts_start_as_with_lm_evals_own_model(tmp_path, which):
     names, template, prefix = TOKENIZERS[which]
     path = save_with(tmp_path / "model", names, template)
-    subject, theirs = load_subject(path), by_hf(path)
-    model = wrapped(subject)
-    assert [subject.tokenizer.inner.id_to_token(i) for i in subject.prefix] == prefix
-    assert subject.start == [model.prefix_token_id] == [theirs.prefix_token_id]
-    assert encode(subject, "text").ids == [theirs.prefix_token_id, *b"text"]
+    opened, theirs = open_model(path), by_hf(path)
+    model = wrapped(opened)
+    assert [opened.tokenizer.inner.id_to_token(i) for i in opened.prefix] == prefix
+    assert opened.start == [model.prefix_token_id] == [theirs.prefix_token_id]
+    assert encode(opened, "text").ids == [theirs.prefix_token_id, *b"text"]
     for text in ("", "a text"):
         assert model.tok_encode(text) == theirs.tok_encode(text)
     texts = asked(("It was the best of times, it was the worst of times.",), ("short",))
@@ -335,18 +336,17 @@ def test_texts_start_as_with_lm_evals_own_model(tmp_path, which):
 
 
 def test_our_models_put_nothing_before_texts():
-    subject = ours()
-    subject.tokenizer.inner.post_processor = tokenizers.processors.TemplateProcessing(
+    model = evaluated_model()
+    model.tokenizer.inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
     )
-    again = type(subject)("again", subject.model, subject.tokenizer, {})
+    again = type(model)("again", model.network, model.tokenizer, {})
     assert (again.prefix, again.start) == ([], [256])
 
 
 @pytest.mark.parametrize("which", ["trellis", "gpt2"])
 def test_text_is_written_up_to_the_first_of_several_stops(which, gpt2):
-    subject = load_subject(gpt2) if which == "gpt2" else ours(which)
-    model = wrapped(subject)
+    model = wrapped(open_model(gpt2) if which == "gpt2" else evaluated_model(which))
     (whole,) = model.generate_until(asked(("hello", {"max_gen_toks": 20, "until": []})))
     late, early = whole[-1], whole[len(whole) // 2]
     requests = asked(
@@ -367,9 +367,9 @@ def test_the_hub_is_asked_where_there_is_no_folder(data, tmp_path, monkeypatch):
     rows = datasets.Dataset.from_list(items.rows)
     hub = datasets.DatasetDict({"train": rows, "validation": rows})
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name, **_: hub)
-    subject = ours()
-    (theirs,) = run(subject, None, tmp_path, tasks=["piqa"])
-    (local,) = run(subject, data, tmp_path, tasks=["piqa"])
+    model = evaluated_model()
+    (theirs,) = run(model, None, tmp_path, tasks=["piqa"])
+    (local,) = run(model, data, tmp_path, tasks=["piqa"])
     assert theirs["note"]["data"] == "hub:baber/piqa"
     assert theirs["result"] == local["result"]
 
@@ -378,7 +378,7 @@ def test_the_hub_is_asked_where_there_is_no_folder(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(ValueError, match=r"the hub does not give the data of piqa: no network"):
-        run(subject, None, tmp_path, tasks=["piqa"])
+        run(model, None, tmp_path, tasks=["piqa"])
 
 
 def test_it_is_a_model_of_lm_eval_by_name(gpt2):
@@ -390,23 +390,23 @@ def test_it_is_a_model_of_lm_eval_by_name(gpt2):
     model = TrellisLM.create_from_arg_string(
         f"path={gpt2},batch_tokens=100", {"batch_size": 1, "device": "cuda:0"}
     )
-    assert model.subject.name == "gpt2"
+    assert model.evaluated.name == "gpt2"
     assert model.batch_tokens == 100
 
 
-def run(subject, folder, out, **options):
-    from trellis.evaluation import reasoning_task
+def run(model, folder, out, **options):
+    """Runs the command's task and prints its report; returns the records."""
+    from trellis.evaluation import reasoning
 
-    return reasoning_task.run(
-        [subject],
-        out,
-        **{"data": folder, "tasks": None, "limit": None, "batch_tokens": 4096, **options},
-    )
+    given = {"data": folder, "tasks": None, "limit": None, "batch_tokens": 4096, **options}
+    report = reasoning.run([model], out, **given)
+    show(report)
+    return report.found
 
 
 def test_the_command_prints_the_papers_table_and_does_not_repeat(data, tmp_path, capsys, offline):
-    subject = ours()
-    first = run(subject, data, tmp_path)
+    model = evaluated_model()
+    first = run(model, data, tmp_path)
     printed = capsys.readouterr().out
     for word in ("LMB.", "PIQA", "Hella.", "Wino.", "ARC-e", "ARC-c", "SIQA", "Avg.", "acc_n"):
         assert word in printed
@@ -416,8 +416,8 @@ def test_the_command_prints_the_papers_table_and_does_not_repeat(data, tmp_path,
     kept = sorted((tmp_path / "reasoning").glob("*.json"))
     assert len(kept) == 7
     assert all(json.loads(path.read_text())["setting"]["data_sha256"] for path in kept)
-    subject.model = None  # would fail if it were asked
-    assert run(subject, data, tmp_path) == first
+    model.network = None  # would fail if it were asked
+    assert run(model, data, tmp_path) == first
 
 
 def test_the_command(data, gpt2, tmp_path, offline):
@@ -432,20 +432,20 @@ def test_the_command(data, gpt2, tmp_path, offline):
 
 
 def test_a_limit_is_a_prefix(data, tmp_path):
-    subject = ours()
-    (whole,) = run(subject, data, tmp_path, tasks=["hellaswag"])
-    (part,) = run(subject, data, tmp_path, tasks=["hellaswag"], limit=2)
+    model = evaluated_model()
+    (whole,) = run(model, data, tmp_path, tasks=["hellaswag"])
+    (part,) = run(model, data, tmp_path, tasks=["hellaswag"], limit=2)
     assert part["result"]["items"] == 2
     for one, expected in zip(part["result"]["likelihoods"], whole["result"]["likelihoods"]):
         assert one == pytest.approx(expected, rel=1e-5)
-    subject.model = None  # a limit that leaves nothing out is none: nothing is measured again
-    assert run(subject, data, tmp_path, tasks=["hellaswag"], limit=100) == [whole]
+    model.network = None  # a limit that leaves nothing out is none: nothing is measured again
+    assert run(model, data, tmp_path, tasks=["hellaswag"], limit=100) == [whole]
     assert (whole["setting"]["items"], part["setting"]["items"]) == (4, 2)
 
 
 def test_tasks_without_files_are_left_out_or_errors(cleaned, tmp_path, capsys):
-    subject = ours()
-    (record,) = run(subject, cleaned, tmp_path)
+    model = evaluated_model()
+    (record,) = run(model, cleaned, tmp_path)
     assert record["setting"]["task"] == "hellaswag"
     assert "left out piqa: there is none of piqa_valid.jsonl" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match=r"siqa: there is none of siqa_dev\.jsonl"):

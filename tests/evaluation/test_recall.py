@@ -4,17 +4,26 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.evaluation.helpers import ours, ruled, save_gpt2
+from tests.support import evaluated_model, rule_model, save_gpt2
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trellis.cli import app
+from trellis.cli.evaluation import show
 from trellis.data.tokenizer import TextTokenizer, load_tokenizer
-from trellis.evaluation import recall_task
-from trellis.evaluation.recall import contains, cut_prompt, encode, measure, window
-from trellis.evaluation.recall_data import KEYED, SETS, load_set
-from trellis.evaluation.subject import load_subject
+from trellis.evaluation import recall
+from trellis.evaluation.models import open_model
+from trellis.evaluation.recall import (
+    KEYED,
+    SETS,
+    contains,
+    cut_prompt,
+    encode,
+    load_set,
+    measure,
+    window,
+)
 
 BYTES = load_tokenizer("bytes")
 NAMES = ["Anna", "Bela", "Cleo", "Dora"]
@@ -89,9 +98,9 @@ def one(request, tmp_path):
     return load_set(request.param, write(tmp_path / "set.jsonl", rows(request.param)))
 
 
-def score(subject, one, context_tokens=None, **options):
-    prompts = encode(subject, one.items, context_tokens)
-    return measure(subject, one.items, prompts, **options)
+def score(model, one, context_tokens=None, **options):
+    prompts = encode(model, one.items, context_tokens)
+    return measure(model, one.items, prompts, **options)
 
 
 def test_prompts_are_the_published_texts(one):
@@ -103,8 +112,8 @@ def test_prompts_are_the_published_texts(one):
     else:
         expected = [f"{LINES}{name}:" for name, _ in pairs]
     assert [item.prompt for item in one.items] == expected
-    subject = ours()
-    assert encode(subject, one.items, None) == [list(text.encode()) for text in expected]
+    model = evaluated_model()
+    assert encode(model, one.items, None) == [list(text.encode()) for text in expected]
     assert one.form == "published"
 
 
@@ -179,7 +188,7 @@ def test_the_place_that_squad_names_is_kept(tmp_path):
 
 @pytest.mark.parametrize("context_tokens", [None, 40])
 def test_a_model_that_copies_has_all(one, context_tokens):
-    found = score(ruled(copy), one, context_tokens)
+    found = score(rule_model(copy), one, context_tokens)
     assert (found["accuracy"], found["right"], found["items"]) == (1.0, 4, 4)
 
 
@@ -192,16 +201,16 @@ def test_a_model_that_copies_has_all_of_squad_itself(tmp_path):
         return told[len(written)] if name and len(written) < len(told) else ord("?")
 
     one = load_set("squad", likes(tmp_path / "squad.json"))
-    assert score(ruled(answer), one)["accuracy"] == 1.0
-    assert score(ruled(answer), one, 60)["accuracy"] == 1.0
+    assert score(rule_model(answer), one)["accuracy"] == 1.0
+    assert score(rule_model(answer), one, 60)["accuracy"] == 1.0
 
 
 def test_a_model_that_ignores_the_text_has_what_chance_gives(one):
-    found = score(ruled(guess), one)
+    found = score(rule_model(guess), one)
     assert found["accuracy"] == 0.25  # one of four colours is red
     assert {row["output"] for row in found["outputs"]} == {"%red"}
     assert [row["right"] for row in found["outputs"]] == [True, False, False, False]
-    assert score(ruled(lambda ids: ord("x")), one)["accuracy"] == 0.0
+    assert score(rule_model(lambda ids: ord("x")), one)["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize("task", ["swde", "fda", "squad_completion"])
@@ -240,19 +249,19 @@ def test_tokens_are_those_of_lm_evals_own_model(tmp_path, begins):
         inner = Tokenizer.from_str(json.dumps({**BYTES.json, "post_processor": begin}))
         PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=token).save_pretrained(folder)
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
-    subject = load_subject(str(folder))
+    model = open_model(str(folder))
     items = load_set("swde", write(tmp_path / "a.jsonl", rows("swde"))).items
-    for item, ids in zip(items, encode(subject, items, None)):
+    for item, ids in zip(items, encode(model, items, None)):
         assert ids == theirs.tok_batch_encode([item.prompt])[0][0].tolist()
         assert (ids[0] == 256) == begins
-    cut = encode(subject, items, 30)
+    cut = encode(model, items, 30)
     assert [ids[begins:] for ids in cut] == [cut_prompt(item, BYTES, 30) for item in items]
     # What stands before a text is part of what the model reads.
-    subject.max_context = max(map(len, cut)) + 48
-    assert encode(subject, items, 30) == cut
-    subject.max_context -= 1
+    model.max_context = max(map(len, cut)) + 48
+    assert encode(model, items, 30) == cut
+    model.max_context -= 1
     with pytest.raises(ValueError, match=r"the prompt with 48 tokens of answer has"):
-        encode(subject, items, 30)
+        encode(model, items, 30)
 
 
 def merging():
@@ -301,8 +310,8 @@ def test_the_answer_is_kept_whatever_the_tokenizer_does_to_it(tmp_path, make, le
 def test_batched_is_one_by_one(mixer, tmp_path):
     one = load_set("squad", write(tmp_path / "a.jsonl", rows("squad")))
     gpt2 = mixer == "gpt2"
-    subject = load_subject(str(save_gpt2(tmp_path / "gpt2"))) if gpt2 else ours(mixer)
-    assert score(subject, one, batch_tokens=1) == score(subject, one, batch_tokens=100_000)
+    model = open_model(str(save_gpt2(tmp_path / "gpt2"))) if gpt2 else evaluated_model(mixer)
+    assert score(model, one, batch_tokens=1) == score(model, one, batch_tokens=100_000)
 
 
 OPTIONS = {"context_tokens": None, "batch_tokens": 4096}
@@ -310,9 +319,11 @@ OPTIONS = {"context_tokens": None, "batch_tokens": 4096}
 
 def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
     sources = {name: write(tmp_path / f"{name}.jsonl", rows(name)) for name in SETS}
-    subject, other = ruled(copy, "copier"), ruled(guess)
+    model, other = rule_model(copy, "copier"), rule_model(guess)
     other.about["weights_sha256"] = "another"
-    found = recall_task.run([subject, other], sources, tmp_path / "out", limit=2, **OPTIONS)
+    report = recall.run([model, other], sources, tmp_path / "out", limit=2, **OPTIONS)
+    show(report)
+    found = report.found
     shown = capsys.readouterr().out
     assert "squad (2)" in shown
     assert "average" in shown
@@ -325,35 +336,33 @@ def test_the_command_keeps_results_and_does_not_repeat_them(tmp_path, capsys):
     assert found[0]["setting"]["form"] == "published"
     assert found[0]["setting"]["data_sha256"]
     assert found[0]["result"]["outputs"][0]["output"].startswith(" red")
-    subject.model = None  # would fail if it were asked
-    again = recall_task.run([subject], sources, tmp_path / "out", limit=2, **OPTIONS)
-    assert again == found[:3]
+    model.network = None  # would fail if it were asked
+    again = recall.run([model], sources, tmp_path / "out", limit=2, **OPTIONS)
+    assert again.found == found[:3]
 
 
 def test_the_place_of_the_answer_is_part_of_the_setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "abc" + "." * 80 + "abc"
     options = {**OPTIONS, "context_tokens": 20, "limit": None}
-    subject = ours()
+    model = evaluated_model()
     found = []
     for place in (0, 83):
         squad_json(tmp_path / "a.json", [(text, [("q", [("abc", place)])])])
-        (record,) = recall_task.run([subject], {"squad": "a.json"}, Path("out"), **options)
+        (record,) = recall.run([model], {"squad": "a.json"}, Path("out"), **options).found
         found.append(record)
     assert len(list(Path("out/recall").glob("*.json"))) == 2
     # A file's name as it is typed is not, nor a limit that leaves nothing out.
-    subject.model = None  # would fail if it were asked
-    again = recall_task.run(
-        [subject], {"squad": "./a.json"}, Path("out"), **{**options, "limit": 9}
-    )
+    model.network = None  # would fail if it were asked
+    again = recall.run([model], {"squad": "./a.json"}, Path("out"), **{**options, "limit": 9}).found
     assert again[0]["result"] == found[1]["result"]
 
 
 def test_a_limit_is_a_prefix(tmp_path):
     sources = {"fda": write(tmp_path / "a.jsonl", rows("fda"))}
-    subject = ours()
-    (whole,) = recall_task.run([subject], sources, tmp_path / "o", limit=None, **OPTIONS)
-    (some,) = recall_task.run([subject], sources, tmp_path / "o", limit=3, **OPTIONS)
+    model = evaluated_model()
+    (whole,) = recall.run([model], sources, tmp_path / "o", limit=None, **OPTIONS).found
+    (some,) = recall.run([model], sources, tmp_path / "o", limit=3, **OPTIONS).found
     assert some["result"]["outputs"] == whole["result"]["outputs"][:3]
 
 
@@ -361,7 +370,9 @@ def test_answers_that_are_not_there_are_counted(tmp_path, capsys):
     content = [*rows("fda"), {"text": "x" * 80 + "yz", "value": "red", "key": "Anna"}]
     sources = {"fda": write(tmp_path / "a.jsonl", content)}
     options = {**OPTIONS, "context_tokens": 20}
-    (found,) = recall_task.run([ours()], sources, tmp_path / "out", limit=None, **options)
+    report = recall.run([evaluated_model()], sources, tmp_path / "out", limit=None, **options)
+    show(report)
+    (found,) = report.found
     assert found["result"]["answer_not_in_document"] == 1
     assert found["result"]["items"] == 5
     assert "fda: 1 of 5 documents do not hold the answer" in capsys.readouterr().out
@@ -480,28 +491,28 @@ def test_what_is_not_there_is_named(tmp_path):
         with pytest.raises(ValueError, match=rf"is SQuAD's file; --{name} takes rows"):
             load_set(name, likes(tmp_path / "squad.json"))
     with pytest.raises(ValueError, match="give --squad, --swde or --fda"):
-        recall_task.run([ours()], {}, tmp_path / "out", limit=None, **OPTIONS)
+        recall.run([evaluated_model()], {}, tmp_path / "out", limit=None, **OPTIONS)
 
 
 def test_what_cannot_be_cut_is_named(tmp_path):
     long = {"text": "green " * 20 + "she likes", "value": "green"}
     one = load_set("squad", write(tmp_path / "a.jsonl", [long]))
     with pytest.raises(ValueError, match=r"a.jsonl:1: the text of 129 tokens cannot be cut to 50"):
-        encode(ours(), one.items, 50)
+        encode(evaluated_model(), one.items, 50)
     one = load_set("fda", write(tmp_path / "b.jsonl", rows("fda")))
     with pytest.raises(ValueError, match=r"b.jsonl:1: the answer has 3 tokens, .* into 2:"):
-        encode(ours(), one.items, 2)
+        encode(evaluated_model(), one.items, 2)
 
 
 def test_a_text_beyond_the_model_is_an_error_before_anything_is_measured(tmp_path):
-    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=100)))
+    model = open_model(str(save_gpt2(tmp_path / "gpt2", positions=100)))
     sources = {name: write(tmp_path / f"{name}.jsonl", rows(name)) for name in SETS}
     message = r"squad.jsonl:1: the prompt with 48 tokens .* gpt2 reads at most 100.*--context-token"
     with pytest.raises(ValueError, match=message):
-        recall_task.run([subject], sources, tmp_path / "out", limit=None, **OPTIONS)
+        recall.run([model], sources, tmp_path / "out", limit=None, **OPTIONS)
     assert not (tmp_path / "out").exists()
     options = {**OPTIONS, "context_tokens": 30}
-    assert recall_task.run([subject], sources, tmp_path / "out", limit=1, **options)
+    assert recall.run([model], sources, tmp_path / "out", limit=1, **options).found
 
 
 def test_the_commands_options_reach_the_record(tmp_path):

@@ -8,13 +8,14 @@ import pytest
 from tests.support import make_corpus, recipe
 from typer.testing import CliRunner
 
+from trellis import figures
 from trellis.cli import app
+from trellis.cli.evaluation import show
 from trellis.data import prepare_corpus
-from trellis.evaluation import scaling_picture, scaling_task
-from trellis.evaluation.ppl import encode, perplexity
+from trellis.evaluation import models, scaling
+from trellis.evaluation.models import open_model
+from trellis.evaluation.ppl import documents, encode, perplexity
 from trellis.evaluation.scaling import Training, contexts_of, fit, read_training, variants
-from trellis.evaluation.subject import load_subject
-from trellis.evaluation.texts import documents
 from trellis.training import loop
 from trellis.training.metrics import read_metrics
 from trellis.training.run import export, load_run, train
@@ -75,6 +76,17 @@ def test_contexts_follow_the_records_of_a_schedule_that_was_changed(corpus):
     assert contexts_of(longer, records, 12) == [8] * 3 + [32] * 9
 
 
+def measured(*arguments, **options):
+    """Runs the command's task and prints its report; returns the numbers."""
+    report = scaling.run(*arguments, **options)
+    show(report)
+    return report.found
+
+
+def fail(*_, **__):
+    raise AssertionError("this should not be measured")
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """Axes of figures that would be written."""
@@ -87,14 +99,14 @@ def drawn(monkeypatch):
         yield axis
         whole.canvas.draw()
 
-    monkeypatch.setattr(scaling_picture, "figure", figure)
+    monkeypatch.setattr(figures, "figure", figure)
     yield kept
     plt.close("all")
 
 
 def test_a_run_is_a_curve_of_its_validations(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(scaling_task, "load_run", None)  # no weights are needed
-    result = scaling_task.run(runs, tmp_path)
+    monkeypatch.setattr(models, "load_run", None)  # no weights are needed
+    result = measured(runs, tmp_path)
     out = capsys.readouterr().out
     for run, row in zip(runs, result["runs"]):
         recorded = [r for r in read_metrics(run) if "validation_loss" in r]
@@ -118,9 +130,9 @@ def test_a_run_is_a_curve_of_its_validations(runs, tmp_path, capsys, monkeypatch
     assert not (tmp_path / "scaling").exists()  # there is nothing to measure once only
 
     # Another set, or another unit, has a file of its own; a run that is named twice is one.
-    scaling_task.run([*runs[:1], runs[0] / ".", *runs[:1]], tmp_path)
-    scaling_task.run(runs, tmp_path, bits_per_byte=True)
-    scaling_task.run(runs[::-1], tmp_path)
+    measured([*runs[:1], runs[0] / ".", *runs[:1]], tmp_path)
+    measured(runs, tmp_path, bits_per_byte=True)
+    measured(runs[::-1], tmp_path)
     files = list(tmp_path.glob("scaling-*.json"))
     assert len(files) == 3
     assert sorted(len(json.loads(file.read_text())["runs"]) for file in files) == [1, 2, 2]
@@ -130,10 +142,10 @@ def test_flops_are_counted_anew(runs, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("Call me Ishmael.")
     for options in ({}, {"data": [str(text)], "context": 8}):
-        first = scaling_task.run(runs, tmp_path, **options)["runs"]
+        first = measured(runs, tmp_path, **options)["runs"]
         with monkeypatch.context() as patch:
             patch.setattr("trellis.evaluation.scaling.training_flops", lambda *_: 1.0)
-            second = scaling_task.run(runs, tmp_path, **options)["runs"]
+            second = measured(runs, tmp_path, **options)["runs"]
         assert [row["final"]["flops"] for row in second] == [6 * 4 * 32] * 2
         assert [r["final"]["loss"] for r in first] == [r["final"]["loss"] for r in second]
 
@@ -143,7 +155,7 @@ def test_the_figure_has_the_numbers(runs, tmp_path, drawn):
         ({}, "perplexity", "perplexity per token"),
         ({"bits_per_byte": True}, "bits_per_byte", "bits per byte"),
     ):
-        rows = scaling_task.run(runs, tmp_path, **options)["runs"]
+        rows = measured(runs, tmp_path, **options)["runs"]
         axis = drawn.pop()
         assert (axis.get_ylabel(), axis.get_xlabel()) == (label, "training FLOPs")
         assert "large dots: a run's end" in axis.get_title("left")
@@ -165,19 +177,19 @@ def test_data_measures_the_newest_checkpoint_as_ppl_does(runs, tmp_path, monkeyp
     text = tmp_path / "text.txt"
     text.write_text("It was the best of times, it was the worst of times.\n" * 4)
     options = {"data": [str(text)], "context": 40}
-    result = scaling_task.run(runs, tmp_path / "out", **options)
+    result = measured(runs, tmp_path / "out", **options)
     for run, row in zip(runs, result["runs"]):
-        subject = load_subject(str(run))
-        texts = [encode(subject, one) for one in documents([str(text)])]
+        model = open_model(str(run))
+        texts = [encode(model, one) for one in documents([str(text)])]
         final = row["final"]
-        assert final["loss"] == perplexity(subject, texts, 40)["loss"]
+        assert final["loss"] == perplexity(model, texts, 40)["loss"]
         assert final["perplexity"] == pytest.approx(math.exp(final["loss"]))
         assert final["flops"] == read_training(run).flops[STEPS]
         assert row["setting"]["windows"] == "disjoint"
-        assert row["weights_sha256"] == subject.about["weights_sha256"]
+        assert row["weights_sha256"] == model.about["weights_sha256"]
     assert len(list((tmp_path / "out" / "scaling").glob("*.json"))) == 2
-    monkeypatch.setattr(scaling_task, "perplexity", None)
-    assert scaling_task.run(runs, tmp_path / "out", **options)["runs"] == result["runs"]
+    monkeypatch.setattr("trellis.evaluation.ppl.perplexity", fail)
+    assert measured(runs, tmp_path / "out", **options)["runs"] == result["runs"]
 
 
 def test_limit_and_document_bytes_cut_the_data(runs, tmp_path):
@@ -187,10 +199,10 @@ def test_limit_and_document_bytes_cut_the_data(runs, tmp_path):
     options = {"data": [str(text)], "context": 16}
     losses = []
     for cut in ({"limit": 2}, {"document_bytes": 9}, {"limit": 1, "document_bytes": 9}, {}):
-        (row,) = scaling_task.run(runs[:1], tmp_path / "out", **options, **cut)["runs"]
-        subject = load_subject(str(runs[0]))
+        (row,) = measured(runs[:1], tmp_path / "out", **options, **cut)["runs"]
+        model = open_model(str(runs[0]))
         texts = [part[: cut.get("document_bytes")] for part in parts[: cut.get("limit")]]
-        expected = perplexity(subject, [encode(subject, one) for one in texts], 16)
+        expected = perplexity(model, [encode(model, one) for one in texts], 16)
         assert row["final"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert row["setting"]["documents"] == len(texts)
         losses.append(row["final"]["loss"])
@@ -209,10 +221,10 @@ def test_a_checkpoint_that_is_written_meanwhile_is_not_taken(runs, tmp_path, mon
         loaded.append(step)
         return load_run(path, step, device)
 
-    monkeypatch.setattr(scaling_task, "load_run", load)
+    monkeypatch.setattr(models, "load_run", load)
     text = tmp_path / "text.txt"
     text.write_text("Call me Ishmael.")
-    (row,) = scaling_task.run([run], tmp_path / "out", data=[str(text)], context=8)["runs"]
+    (row,) = measured([run], tmp_path / "out", data=[str(text)], context=8)["runs"]
     assert loaded == [row["step"]] == [row["final"]["step"]] == [STEPS]
 
 
@@ -236,7 +248,7 @@ def test_three_runs_of_a_mixer_are_fitted(runs, tmp_path, capsys, drawn):
         lines.append(json.dumps({"step": flops, **validation}))
         (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         copies.append(copy)
-    result = scaling_task.run(copies, tmp_path / "out")
+    result = measured(copies, tmp_path / "out")
     assert result["fits"]["linear_attention"]["b"] == pytest.approx(0.1)
     assert "linear_attention: loss = " in capsys.readouterr().out
     assert [row["name"] for row in result["runs"]] == ["run0", "run1", "run2"]
@@ -245,7 +257,7 @@ def test_three_runs_of_a_mixer_are_fitted(runs, tmp_path, capsys, drawn):
     assert through.get_xydata().tolist() == [list(final) for final in finals]
     assert "strong lines: all runs of a mixer" in drawn[0].get_title("left")
 
-    result = scaling_task.run(copies, tmp_path / "out", bits_per_byte=True)
+    result = measured(copies, tmp_path / "out", bits_per_byte=True)
     law = result["fits"]["linear_attention"]
     assert law["b"] == pytest.approx(0.2)
     per_step = read_training(copies[0]).flops[1]
@@ -284,7 +296,7 @@ def test_fields_of_a_run_are_those_of_its_mixers(runs, tmp_path, capsys):
     config = json.loads(path.read_text())
     config["mixer_config"] = {"linear_attention": {"normalize": False}}
     path.write_text(json.dumps(config))
-    result = scaling_task.run([runs[0], other], tmp_path / "out")
+    result = measured([runs[0], other], tmp_path / "out")
     names = [f"linear_attention (normalize={value})" for value in (True, False)]
     assert [row["variant"] for row in result["runs"]] == names
     out = capsys.readouterr().out
@@ -309,7 +321,7 @@ def test_what_cannot_be_measured_is_named(runs, tmp_path):
     def refused(paths, message, **options):
         out = tmp_path / "refused"
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            scaling_task.run(paths, out, **options)
+            measured(paths, out, **options)
         assert not out.exists()
 
     export(runs[0], tmp_path / "exported")
@@ -342,25 +354,25 @@ def test_runs_validated_on_one_text_can_be_compared(runs, tmp_path):
     # Trained on another text.
     saved = paths[1] / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json"
     saved.write_text(json.dumps({**json.loads(saved.read_text()), "data": "another"}))
-    assert len(scaling_task.run(paths, tmp_path / "out")["runs"]) == 2
+    assert len(measured(paths, tmp_path / "out")["runs"]) == 2
     with pytest.raises(ValueError, match="not validated alike: text is held out of"):
-        scaling_task.run([runs[0], paths[0]], tmp_path / "out")
+        measured([runs[0], paths[0]], tmp_path / "out")
 
     # The same name, but another text; and a text that is gone.
     shutil.rmtree(tmp_path / "copy")
     with pytest.raises(ValueError, match=r"copy was validated on .*copy, which is not there"):
-        scaling_task.run(paths, tmp_path / "out")
-    assert len(scaling_task.run(paths[1:], tmp_path / "out")["runs"]) == 1
+        measured(paths, tmp_path / "out")
+    assert len(measured(paths[1:], tmp_path / "out")["runs"]) == 1
     text.write_text("It was another text.\n" * 9)
     prepare_corpus([text], tmp_path / "copy", validation=0)
     with pytest.raises(ValueError, match="not validated alike: text is"):
-        scaling_task.run(paths, tmp_path / "out")
+        measured(paths, tmp_path / "out")
 
 
 def test_runs_that_cannot_be_compared_are_named(runs, tmp_path, capsys):
     other = changed(runs[1], tmp_path / "other", log={"validation_tokens": 99})
     with pytest.raises(ValueError, match=r"linear_attention and .*other were not validated alike"):
-        scaling_task.run([runs[0], other], tmp_path / "out")
+        measured([runs[0], other], tmp_path / "out")
 
     text = tmp_path / "text.txt"
     text.write_text("Call me Ishmael.")
@@ -371,7 +383,7 @@ def test_runs_that_cannot_be_compared_are_named(runs, tmp_path, capsys):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     options = {"data": [str(text)], "context": 8}
     with pytest.raises(ValueError, match=r"different tokenizers.*add --bits-per-byte"):
-        scaling_task.run([runs[0], other], tmp_path / "out", **options)
-    result = scaling_task.run([runs[0], other], tmp_path / "out", bits_per_byte=True, **options)
+        measured([runs[0], other], tmp_path / "out", **options)
+    result = measured([runs[0], other], tmp_path / "out", bits_per_byte=True, **options)
     assert all(row["final"]["bits_per_byte"] > 0 for row in result["runs"])
     assert "perplexity" not in capsys.readouterr().out

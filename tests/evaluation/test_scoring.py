@@ -1,12 +1,11 @@
 import pytest
 import torch
-from tests.evaluation.helpers import RuleModel, ours, save_gpt2
+from tests.support import RuleNetwork, evaluated_model, save_gpt2
 from transformers import MambaConfig, MambaForCausalLM
 
 from trellis.data.tokenizer import load_tokenizer
-from trellis.evaluation.model_files import check_exists
+from trellis.evaluation.models import EvaluatedModel, check_exists, open_model
 from trellis.evaluation.scoring import batches, complete, score
-from trellis.evaluation.subject import Subject, load_subject
 
 CONTEXT = b"the cat sat on the "
 REQUESTS = [
@@ -19,17 +18,17 @@ REQUESTS = [
 
 
 @pytest.fixture(params=["trellis", "transformer", "ttt", "gpt2"])
-def subject(request, tmp_path):
+def model(request, tmp_path):
     if request.param == "gpt2":
-        return load_subject(str(save_gpt2(tmp_path / "gpt2")))
-    return ours(request.param)
+        return open_model(str(save_gpt2(tmp_path / "gpt2")))
+    return evaluated_model(request.param)
 
 
-def alone(subject, context, continuation):
+def alone(model, context, continuation):
     """The definition: one call, every token of the continuation from all before it."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
-        chances = subject.model(ids).logits[0].double().log_softmax(-1)
+        chances = model.network(ids).logits[0].double().log_softmax(-1)
     total, greedy = 0.0, True
     for place, token in enumerate(continuation, len(context) - 1):
         total += float(chances[place, token])
@@ -39,51 +38,51 @@ def alone(subject, context, continuation):
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
-def test_scores_are_those_of_one_call_each(subject, share, batch_tokens):
-    found = score(subject, REQUESTS, batch_tokens=batch_tokens, share=share)
+def test_scores_are_those_of_one_call_each(model, share, batch_tokens):
+    found = score(model, REQUESTS, batch_tokens=batch_tokens, share=share)
     for result, request in zip(found, REQUESTS):
-        likelihood, greedy = alone(subject, *request)
+        likelihood, greedy = alone(model, *request)
         assert result.likelihood == pytest.approx(likelihood, rel=1e-5)
         assert result.greedy == greedy
 
 
-def test_what_is_likeliest_is_greedy(subject):
+def test_what_is_likeliest_is_greedy(model):
     context = list(b"once upon a time")
     ids = list(context)
     with torch.no_grad():
         for _ in range(4):
-            ids.append(int(subject.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    (result,) = score(subject, [(context, ids[len(context) :])])
+            ids.append(int(model.network(torch.tensor([ids])).logits[0, -1].argmax()))
+    (result,) = score(model, [(context, ids[len(context) :])])
     assert result.greedy
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 10_000])
-def test_completions_are_those_of_one_token_after_another(subject, batch_tokens):
+def test_completions_are_those_of_one_token_after_another(model, batch_tokens):
     prompts = [list(b"once"), list(b"upon a time there"), list(b"was a mouse")]
-    found = complete(subject, prompts, max_tokens=12, batch_tokens=batch_tokens)
+    found = complete(model, prompts, max_tokens=12, batch_tokens=batch_tokens)
     for prompt, text in zip(prompts, found):
         ids = list(prompt)
-        decoder, expected = subject.tokenizer.stream_decoder(), ""
+        decoder, expected = model.tokenizer.stream_decoder(), ""
         for _ in range(12):
             with torch.no_grad():
-                ids.append(int(subject.model(torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == subject.tokenizer.end_of_document:
+                ids.append(int(model.network(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == model.tokenizer.end_of_document:
                 break
             expected += decoder.feed(ids[-1])
         assert text == expected
 
 
-def test_a_stop_ends_a_completion(subject):
-    (whole,) = complete(subject, [list(b"hello")], max_tokens=20)
+def test_a_stop_ends_a_completion(model):
+    (whole,) = complete(model, [list(b"hello")], max_tokens=20)
     middle = whole[len(whole) // 2]
-    (cut,) = complete(subject, [list(b"hello")], max_tokens=20, stop=middle)
+    (cut,) = complete(model, [list(b"hello")], max_tokens=20, stop=middle)
     assert cut == whole[: whole.index(middle)]
 
 
-def test_a_completion_ends_as_soon_as_enough_is_known(subject):
+def test_a_completion_ends_as_soon_as_enough_is_known(model):
     prompts = [list(b"hello"), list(b"good day")]
-    whole = complete(subject, prompts, max_tokens=12)
-    cut = complete(subject, prompts, max_tokens=12, enough=lambda n, text: n == 1 and len(text) > 2)
+    whole = complete(model, prompts, max_tokens=12)
+    cut = complete(model, prompts, max_tokens=12, enough=lambda n, text: n == 1 and len(text) > 2)
     assert cut[0] == whole[0]
     assert 2 < len(cut[1]) < len(whole[1])
     assert whole[1].startswith(cut[1])
@@ -94,9 +93,9 @@ def test_tokens_that_the_tokenizer_does_not_know_are_no_text():
     following = {"a": vocabulary + 3, vocabulary + 3: "b", "b": vocabulary}
     by_id = {ord(k) if isinstance(k, str) else k: v for k, v in following.items()}
     rule = {k: ord(v) if isinstance(v, str) else v for k, v in by_id.items()}
-    model = RuleModel(lambda ids: rule.get(ids[-1], ord("c")), vocabulary + 10)
-    subject = Subject("wide", model, load_tokenizer("bytes"), {})
-    assert complete(subject, [list(b"a")], max_tokens=4) == ["bc"]
+    network = RuleNetwork(lambda ids: rule.get(ids[-1], ord("c")), vocabulary + 10)
+    model = EvaluatedModel("wide", network, load_tokenizer("bytes"), {})
+    assert complete(model, [list(b"a")], max_tokens=4) == ["bc"]
 
 
 def test_a_prompt_is_read_once_whatever_a_model_calls_its_cache():
@@ -104,30 +103,30 @@ def test_a_prompt_is_read_once_whatever_a_model_calls_its_cache():
     config = MambaConfig(
         vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.5
     )
-    subject = Subject("mamba", MambaForCausalLM(config), load_tokenizer("bytes"), {})
+    model = EvaluatedModel("mamba", MambaForCausalLM(config), load_tokenizer("bytes"), {})
     ids = list(b"once upon")
     with torch.no_grad():
         for _ in range(6):
-            ids.append(int(subject.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(model.network(torch.tensor([ids])).logits[0, -1].argmax()))
     read = []
-    subject.model.backbone.embeddings.register_forward_pre_hook(
+    model.network.backbone.embeddings.register_forward_pre_hook(
         lambda _, args: read.append(args[0].shape[1])
     )
-    (text,) = complete(subject, [list(b"once upon")], max_tokens=6)
+    (text,) = complete(model, [list(b"once upon")], max_tokens=6)
     assert read == [9, 1, 1, 1, 1, 1]
-    assert text == subject.tokenizer.stream_decoder().feed(ids[9:])
+    assert text == model.tokenizer.stream_decoder().feed(ids[9:])
 
 
 def test_bad_requests_are_named(tmp_path):
-    subject = load_subject(str(save_gpt2(tmp_path / "gpt2", positions=10)))
+    model = open_model(str(save_gpt2(tmp_path / "gpt2", positions=10)))
     with pytest.raises(ValueError, match="at least one token each"):
-        score(subject, [([], [1])])
+        score(model, [([], [1])])
     with pytest.raises(ValueError, match="a prompt must have at least one token"):
-        complete(subject, [[]], max_tokens=1)
+        complete(model, [[]], max_tokens=1)
     with pytest.raises(ValueError, match=r"a request has 12 tokens.*reads at most 10"):
-        score(subject, [([1] * 8, [1] * 5)])
+        score(model, [([1] * 8, [1] * 5)])
     with pytest.raises(ValueError, match=r"a prompt with its answer has 18 tokens"):
-        complete(subject, [[1] * 8], max_tokens=10)
+        complete(model, [[1] * 8], max_tokens=10)
     with pytest.raises(FileNotFoundError, match="there is no run and no model"):
         check_exists("./nowhere")
     (tmp_path / "empty").mkdir()

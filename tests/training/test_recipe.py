@@ -12,7 +12,7 @@ from trellis.training.recipe import from_dict, load_recipe, override
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WHOLE = sorted(
-    p for p in RECIPES.rglob("*.toml") if p.parent.name not in ("size", "text", "context")
+    p for p in RECIPES.rglob("*.toml") if p.parent.name not in ("size", "text", "context", "mqar")
 )
 #: What the paper reports results of, size, text and context; and on how many tokens it trained.
 PAPER = {

@@ -1,32 +1,113 @@
-"""Single needles in a haystack: how often a model says the value that a long text hides.
+"""`trellis eval niah`: how often a model says the value that a long text hides.
 
-Items are built in `trellis.data.needles`. Decoding is greedy, and an answer is right if the value
-occurs in it, as in RULER.
+Items are built in `trellis.data.needles`, as RULER builds its single needles. Decoding is greedy,
+and an answer is right if the value occurs in it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ..data.needles import ANSWER_TOKENS, Needles
+from .. import figures
+from ..data.needles import (
+    ANSWER_TOKENS,
+    VARIANTS,
+    Haystack,
+    Needles,
+    check_variants,
+    read_haystack,
+    words_sha256,
+)
+from .models import EvaluatedModel
+from .runner import Job, Record, Records, Report, Table, hash_of, measure, slug
 from .scoring import BATCH_TOKENS, Progress, complete
-from .subject import Subject
 
-#: Prompts whose tokens exist at a time hold about as many.
+#: A table with more columns than this is cut into one table for each variant.
+_COLUMNS = 8
+#: Prompts are built and answered in groups of about this many tokens.
 _PROMPT_TOKENS = 2**20
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def matches(text: str, value: str) -> bool:
-    """RULER's string_match_all for one value."""
-    return value.lower() in _CONTROL.sub("\n", text.strip()).strip().lower()
+def run(
+    models: Iterable[EvaluatedModel],
+    haystack: Sequence[str],
+    variants: Sequence[str],
+    lengths: Sequence[int],
+    out: Path,
+    *,
+    items: int,
+    depths: Sequence[int] | None,
+    limit: int | None,
+    seed: int,
+    batch_tokens: int,
+) -> Report:
+    """Measures every model on every variant at every length.
+
+    depths: per cent of the text before the needle, taken in turn; None draws one for each item.
+    """
+    check_variants(variants)
+    figures.check()
+    words = words_sha256()
+    count = items if limit is None else min(items, limit)
+    # A word has at least one token, so no prompt takes more words than its length.
+    hay = read_haystack(haystack, words=max(lengths))
+
+    def jobs(model: EvaluatedModel) -> list[Job]:
+        needles = Needles(model.tokenizer, hay, seed, "test", len(model.start))
+        for length in lengths:
+            model.check_context(length, "a prompt with its answer")
+        for variant in variants:
+            needles.item(variant, min(lengths), 0)  # raises where the length is too short
+        return [
+            Job(
+                setting={
+                    "variant": variant,
+                    "length": length,
+                    "items": count,
+                    "depths": "random" if depths is None else list(depths),
+                    "seed": seed,
+                    "answer_tokens": ANSWER_TOKENS,
+                    "words_sha256": words,
+                    **_haystack_of(hay, variant, length),
+                },
+                measure=partial(
+                    retrieve, model, needles, variant, length, count,
+                    depths=depths, batch_tokens=batch_tokens,
+                ),
+                label=f"{variant}, {length}",
+                total=count,
+                note={} if VARIANTS[variant].noise else {"haystack": list(haystack)},
+            )
+            for variant in variants
+            for length in lengths
+        ]  # fmt: skip
+
+    records = Records(out, "niah")
+    found = measure(records, models, jobs)
+    pictures = [records.folder / f"{_picture(group)}.png" for group in found]
+    for group, path in zip(found, pictures):
+        _draw(group, variants, lengths, path)
+    shown: list[Any] = list(_tables(found, variants, lengths))
+    return Report([record for group in found for record in group], shown, pictures)
+
+
+def _haystack_of(hay: Haystack, variant: str, length: int) -> dict[str, str]:
+    """The part of a setting about the haystack: a hash of the words that prompts may take."""
+    if VARIANTS[variant].noise:
+        return {"haystack": "noise"}
+    words = " ".join(hay.essay(length).words)
+    return {"haystack": "text", "haystack_sha256": hash_of([words])}
 
 
 def retrieve(
-    subject: Subject,
+    model: EvaluatedModel,
     needles: Needles,
     variant: str,
     length: int,
@@ -36,14 +117,7 @@ def retrieve(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> dict[str, Any]:
-    """The share of right answers among the first `items`, by depth, and every answer.
-
-    depths: taken in turn; None draws one for each item.
-
-    Raises:
-        ValueError: the model cannot read so much, or the length is too short for the prompt.
-    """
-    check_length(subject, length)
+    """The share of right answers among the first `items`, also by depth, and every answer."""
     digest = hashlib.sha256()
     answers: list[dict[str, Any]] = []
     size = max(1, _PROMPT_TOKENS // length)
@@ -51,8 +125,8 @@ def retrieve(
         numbers = range(first, min(first + size, items))
         built = [needles.item(variant, length, index, depths) for index in numbers]
         texts = complete(
-            subject,
-            [[*subject.start, *subject.tokenizer.encode(item.prompt).tolist()] for item in built],
+            model,
+            [[*model.start, *model.tokenizer.encode(item.prompt).tolist()] for item in built],
             max_tokens=ANSWER_TOKENS,
             enough=_answered([item.value for item in built]),
             batch_tokens=batch_tokens,
@@ -77,24 +151,77 @@ def retrieve(
     }
 
 
+def matches(text: str, value: str) -> bool:
+    """RULER's string_match_all for one value."""
+    return value.lower() in _CONTROL.sub("\n", text.strip()).strip().lower()
+
+
 def _answered(values: Sequence[str]) -> Callable[[int, str], bool]:
-    """Whether a value was said: what is written later cannot undo it."""
+    """Ends an answer once it has said its value: later words cannot make it wrong."""
     return lambda number, text: matches(text, values[number])
 
 
-def check_length(subject: Subject, length: int) -> None:
-    """Raises ValueError if the model cannot read so much."""
-    subject.check_context(length, "a prompt with its answer")
-
-
 def by_depth(answers: Sequence[dict[str, Any]], exact: bool) -> list[dict[str, Any]]:
-    """Right answers and items at every depth, or near every tenth of the text."""
+    """Right answers and items at every depth; unless `exact`, depths are rounded to tenths."""
     found: dict[float, list[bool]] = {}
     for answer in answers:
-        # Halves go up: round() takes them to even tenths.
+        # Halves are rounded up: round() takes them to even tenths.
         depth = answer["depth"] if exact else 10 * int(answer["depth"] / 10 + 0.5)
         found.setdefault(depth, []).append(answer["correct"])
     return [
         {"depth": depth, "correct": sum(found[depth]), "items": len(found[depth])}
         for depth in sorted(found)
     ]
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def _by_column(group: list[Record]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(r["setting"]["variant"], r["setting"]["length"]): r["result"] for r in group}
+
+
+def _tables(
+    found: list[list[Record]], variants: Sequence[str], lengths: Sequence[int]
+) -> Iterator[Table]:
+    results = [(group[0]["model"]["name"], _by_column(group)) for group in found]
+    together = len(variants) * len(lengths) <= _COLUMNS
+    for chosen in [variants] if together else [[variant] for variant in variants]:
+        columns = [(variant, length) for variant in chosen for length in lengths]
+        rows = [
+            [name, *(f"{100 * mine[column]['accuracy']:.1f}" for column in columns)]
+            for name, mine in results
+        ]
+        heads = ["model", *(f"{variant}\n{_short(length)}" for variant, length in columns)]
+        yield Table("needles found, per cent, by variant and length", heads, rows)
+
+
+def _picture(group: list[Record]) -> str:
+    """The name of a model's heat map, with a hash of the model and of all its settings."""
+    model = group[0]["model"]
+    hashes = [value for field, value in model.items() if field.endswith("_sha256")]
+    digest = hash_of([*hashes, *(json.dumps(record["setting"]) for record in group)])
+    return f"{slug(model['name'])}-heatmap-{digest[:8]}"
+
+
+def _draw(group: list[Record], variants: Sequence[str], lengths: Sequence[int], path: Path) -> None:
+    """Accuracy by length and depth, one panel for each variant."""
+    rows = _by_column(group)
+    depths = sorted({row["depth"] for result in rows.values() for row in result["by_depth"]})
+    size = (2 + (1.5 + 0.5 * len(lengths)) * len(variants), 1.5 + 0.3 * len(depths))
+    with figures.figure(path, len(variants), figsize=size, squeeze=False) as axes:
+        for axis, variant in zip(axes[0], variants):
+            shares = [
+                {row["depth"]: row["correct"] / row["items"] for row in result["by_depth"]}
+                for result in (rows[variant, length] for length in lengths)
+            ]
+            # With few items, some depths have none; their cells stay empty.
+            cells = [[100 * share.get(depth, float("nan")) for share in shares] for depth in depths]
+            image = axis.imshow(cells, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+            axis.set(title=variant, xlabel="length, tokens")
+            axis.set_xticks(range(len(lengths)), map(_short, lengths))
+            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+        axes[0][0].set_ylabel("depth of the needle, per cent")
+        bar = axes[0][0].figure.colorbar(image, ax=list(axes[0]))
+        bar.set_label(f"{group[0]['model']['name']}: needles found, per cent")

@@ -1,54 +1,130 @@
-"""Perplexity by context length and by position.
+"""`trellis eval ppl`: perplexity by context length, and by position in the context.
 
-A document is the tokens of its text behind the token that texts start with. A window of L tokens
-predicts its L next tokens, so that every token of a document is predicted once: with disjoint
-windows from at most L tokens before it; with sliding windows, which move by `stride` and count only
-their last `stride` predictions, from at least L - stride (where the document has as many).
+A document is the tokens of its text after the token that texts start with. A window of L tokens
+predicts its L next tokens, so that every token of a document is predicted once. With disjoint
+windows a prediction sees at most L tokens. Sliding windows move by `stride` tokens and count only
+their last `stride` predictions, which see at least L - stride tokens, if the document has as many.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .. import figures
+from ..data.sources import whole_texts
 from ..training.metrics import perplexity_of
-from .scoring import BATCH_TOKENS, Progress, batches
-from .subject import Subject
-
-#: Tokens whose logits exist at a time.
-LOGIT_TOKENS = 4096
+from .models import EvaluatedModel
+from .runner import Job, Record, Records, Report, Table, hash_of, measure
+from .scoring import BATCH_TOKENS, Progress, batches, token_losses
 
 
 class Text(NamedTuple):
-    """One document: token ids with the starting token first, and the bytes that are predicted."""
+    """One document: token ids after the starting token, and the bytes that are predicted."""
 
     ids: list[int]
     size: int
 
 
-def encode(subject: Subject, text: str) -> Text:
-    """Without a starting token the first token of the text is not predicted."""
-    ids = subject.tokenizer.encode(text).tolist()
-    size = len(text.encode())
-    if not subject.start and ids:
-        size -= len(subject.tokenizer.decode(ids[:1]).encode())
-    return Text([*subject.start, *ids], size)
-
-
 class Window(NamedTuple):
-    """ids[i + 1] is predicted from ids[: i + 1] for i from `first` on."""
+    """A window predicts ids[i + 1] from ids[: i + 1], for i from `first` on."""
 
     ids: list[int]
     first: int
 
 
+def run(
+    models: Iterable[EvaluatedModel],
+    data: Sequence[str],
+    contexts: Sequence[int],
+    out: Path,
+    *,
+    stride: int | None,
+    document_bytes: int | None,
+    limit: int | None,
+    batch_tokens: int,
+) -> Report:
+    """Measures every model at every context length on the documents of `data`.
+
+    Raises ValueError if the stride is longer than a context, there is no text, or a model cannot
+    read a context.
+    """
+    check_stride(stride, contexts)
+    figures.check()
+    texts = documents(data, limit=limit, document_bytes=document_bytes)
+    shared = {"data_sha256": hash_of(texts), "documents": len(texts), "stride": stride}
+
+    def jobs(model: EvaluatedModel) -> list[Job]:
+        for context in contexts:
+            model.check_context(context, f"a context of {context:,} tokens")
+        encoded = [encode(model, text) for text in texts]
+        options = {"stride": stride, "batch_tokens": batch_tokens}
+        return [
+            job(model, encoded, {**shared, "context": context}, options)._replace(
+                note={"data": list(data), **_gain(encoded, context, contexts, stride)}
+            )
+            for context in contexts
+        ]
+
+    records = Records(out, "ppl")
+    found = measure(records, models, jobs)
+    picture = records.folder / "by-position.png"
+    _draw(found, picture)
+    shown: list[Any] = [*_tables(found, contexts, stride), *_lines(found)]
+    return Report([record for group in found for record in group], shown, [picture])
+
+
+def job(
+    model: EvaluatedModel, texts: Sequence[Text], setting: dict[str, Any], options: dict[str, Any]
+) -> Job:
+    """The measurement of perplexity with the context that a setting has."""
+    context = setting["context"]
+    return Job(
+        setting=setting,
+        measure=partial(perplexity, model, texts, context, **options),
+        label=f"context {context}",
+        total=sum(len(text.ids) - 1 for text in texts),
+    )
+
+
+def documents(
+    sources: Sequence[str],
+    *,
+    limit: int | None = None,
+    document_bytes: int | None = None,
+    text_field: str = "text",
+) -> list[str]:
+    """The first `limit` documents of any sources of text, each cut to `document_bytes` bytes."""
+    found: list[str] = []
+    for text in whole_texts(sources, text_field):
+        if document_bytes is not None:
+            text = text.encode()[:document_bytes].decode(errors="ignore")
+        if text:
+            found.append(text)
+        if limit is not None and len(found) == limit:
+            break
+    if not found:
+        raise ValueError(f"there is no text in {', '.join(sources)}")
+    return found
+
+
+def encode(model: EvaluatedModel, text: str) -> Text:
+    """Tokens of a document. Without a starting token, the first token is not predicted."""
+    ids = model.tokenizer.encode(text).tolist()
+    size = len(text.encode())
+    if not model.start and ids:
+        size -= len(model.tokenizer.decode(ids[:1]).encode())
+    return Text([*model.start, *ids], size)
+
+
 def windows(text: Text, context: int, stride: int | None) -> Iterator[Window]:
-    """Windows of `context` tokens and one more as the last target."""
+    """Windows of `context` tokens, each with one more token as the last target."""
     step = context if stride is None else stride
     done = 0  # predictions so far
     total = len(text.ids) - 1
@@ -60,7 +136,7 @@ def windows(text: Text, context: int, stride: int | None) -> Iterator[Window]:
 
 
 def check_stride(stride: int | None, contexts: Sequence[int]) -> None:
-    """Raises ValueError at a stride that would leave tokens out."""
+    """Raises ValueError at a stride that would leave tokens unpredicted."""
     if stride is not None and not 1 <= stride <= min(contexts):
         raise ValueError(
             f"--stride must be from 1 to the shortest context, {min(contexts)}; got {stride}"
@@ -68,13 +144,45 @@ def check_stride(stride: int | None, contexts: Sequence[int]) -> None:
 
 
 def saw_more(texts: Sequence[Text], context: int, stride: int | None, than: int) -> int:
-    """How many tokens are predicted from more than so many before them."""
+    """The number of tokens that are predicted from more than `than` tokens before them."""
     cut = (window for text in texts for window in windows(text, context, stride))
     return sum(max(0, len(window.ids) - 1 - max(window.first, than)) for window in cut)
 
 
-class Totals:
-    """Sums of losses over positions: predictions made from exactly i + 1 tokens."""
+def _gain(
+    texts: list[Text], context: int, contexts: Sequence[int], stride: int | None
+) -> dict[str, Any]:
+    """How many predictions see more tokens than the next shorter context would let them see."""
+    than = max((other for other in contexts if other < context), default=0)
+    return {"shorter": than, "saw_more": saw_more(texts, context, stride, than)}
+
+
+def perplexity(
+    model: EvaluatedModel,
+    texts: Sequence[Text],
+    context: int,
+    *,
+    stride: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = lambda done: None,
+) -> dict[str, Any]:
+    """Loss per token and per byte over windows of `context` tokens, and by position in them."""
+    model.check_context(context, f"a context of {context:,} tokens")
+    check_stride(stride, [context])
+    cut = [window for text in texts for window in windows(text, context, stride)]
+    if not cut:
+        raise ValueError("there is nothing to predict: the texts have no tokens")
+    totals = _Totals(context)
+    for batch in batches([len(window.ids) for window in cut], batch_tokens):
+        chosen = [cut[n] for n in batch]
+        for window, losses in zip(chosen, token_losses(model, [w.ids for w in chosen])):
+            totals.add(losses[window.first :], window.first)
+        progress(sum(len(window.ids) - 1 - window.first for window in chosen))
+    return totals.result(sum(text.size for text in texts))
+
+
+class _Totals:
+    """Sums of losses by position: entry i is of predictions from exactly i + 1 tokens."""
 
     def __init__(self, context: int):
         self.loss = torch.zeros(context, dtype=torch.float64)
@@ -86,6 +194,7 @@ class Totals:
         self.count[place] += 1
 
     def result(self, size: int) -> dict[str, Any]:
+        """size: bytes that were predicted."""
         total, count = float(self.loss.sum()), int(self.count.sum())
         loss = total / count
         return {
@@ -98,7 +207,7 @@ class Totals:
         }
 
     def by_position(self) -> list[dict[str, Any]]:
-        """Means over positions up to 1, 2, 4, 8, ... tokens of context."""
+        """Mean losses over positions up to 1, 2, 4, 8, ... tokens of context."""
         found, begin = [], 0
         while begin < len(self.loss):
             end = min(max(1, 2 * begin), len(self.loss))
@@ -110,58 +219,44 @@ class Totals:
         return found
 
 
-def perplexity(
-    subject: Subject,
-    texts: Sequence[Text],
-    context: int,
-    *,
-    stride: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = lambda done: None,
-) -> dict[str, Any]:
-    """Loss per token and per byte over windows of `context` tokens, and by position in them.
-
-    Raises:
-        ValueError: the model cannot read so much, or there is nothing to predict.
-    """
-    subject.check_context(context, f"a context of {context:,} tokens")
-    check_stride(stride, [context])
-    cut = [window for text in texts for window in windows(text, context, stride)]
-    if not cut:
-        raise ValueError("there is nothing to predict: the texts have no tokens")
-    totals = Totals(context)
-    for batch in batches([len(window.ids) for window in cut], batch_tokens):
-        chosen = [cut[n] for n in batch]
-        for window, losses in zip(chosen, token_losses(subject, [w.ids for w in chosen])):
-            totals.add(losses[window.first :], window.first)
-        progress(sum(len(window.ids) - 1 - window.first for window in chosen))
-    return totals.result(sum(text.size for text in texts))
+def _tables(
+    found: list[list[Record]], contexts: Sequence[int], stride: int | None
+) -> Iterator[Table]:
+    """Perplexity and bits per byte, models down and contexts across."""
+    how = "disjoint windows" if stride is None else f"windows sliding by {stride}"
+    for unit, title in (("perplexity", "perplexity per token"), ("bits_per_byte", "bits per byte")):
+        rows = [
+            [group[0]["model"]["name"], *(f"{record['result'][unit]:.3f}" for record in group)]
+            for group in found
+        ]
+        yield Table(f"{title} by context, {how}", ["model", *map(str, contexts)], rows)
 
 
-@torch.no_grad()
-def token_losses(subject: Subject, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """-log p of every token of every row but its first, in nats.
+def _lines(found: list[list[Record]]) -> Iterator[str]:
+    """How much a context adds to the next shorter one."""
+    for record in (record for group in found for record in group):
+        name, context, note = record["model"]["name"], record["setting"]["context"], record["note"]
+        if note["shorter"] and not note["saw_more"]:
+            yield (
+                f"{name}: {context} tokens of context are no more than {note['shorter']}, since no "
+                "document has as many"
+            )
+        elif note["shorter"]:
+            yield (
+                f"{name}, context {context}: {note['saw_more']:,} of "
+                f"{record['result']['tokens']:,} tokens are predicted from more than "
+                f"{note['shorter']}"
+            )
 
-    Our models read rows in segments, so that a row of any length takes the memory of one.
-    """
-    if not subject.ours:
-        return [
-            F.cross_entropy(logits.float(), torch.tensor(row[1:], device=logits.device),
-                            reduction="none")
-            for row, logits in zip(rows, subject.logits([row[:-1] for row in rows]))
-        ]  # fmt: skip
-    # Longest first, so that those that go on are always the first ones.
-    order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
-    size = max(1, LOGIT_TOKENS // len(rows))
-    cache = subject.model.init_cache(len(rows))
-    found: list[list[Tensor]] = [[torch.empty(0, device=subject.device)] for _ in rows]
-    for begin in range(0, len(rows[order[0]]) - 1, size):
-        going = [n for n in order if len(rows[n]) > begin + 1]
-        if len(going) < cache.batch_size:
-            cache = cache.select(slice(0, len(going)))
-        parts = [list(rows[n][begin : begin + size + 1]) for n in going]
-        logits = subject.go_on([part[:-1] for part in parts], cache)
-        for n, part, one in zip(going, parts, logits):
-            target = torch.tensor(part[1:], device=one.device)
-            found[n].append(F.cross_entropy(one.float(), target, reduction="none"))
-    return [torch.cat(losses) for losses in found]
+
+def _draw(found: list[list[Record]], path: Path) -> None:
+    """Loss by position in the longest context of each model."""
+    with figures.figure(path, figsize=(7, 4.5)) as axis:
+        for group in found:
+            longest = max(group, key=lambda record: record["setting"]["context"])
+            rows = longest["result"]["by_position"]
+            name = longest["model"]["name"]
+            axis.plot([r["to"] for r in rows], [r["loss"] for r in rows], "o-", label=name)
+        axis.set(xscale="log", xlabel="tokens of context, up to", ylabel="loss, nats per token")
+        axis.grid(alpha=0.3)
+        axis.legend()

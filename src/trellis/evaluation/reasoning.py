@@ -1,4 +1,8 @@
-"""Common-sense tasks through lm-eval: its prompts, its metrics, its own task configurations."""
+"""`trellis eval reasoning`: common-sense tasks through lm-eval, with its prompts and metrics.
+
+Data come from the hub, or from the publishers' files in a folder. Rows of files are checked before
+anything runs, and turned into the schema that lm-eval's own configuration expects of the hub.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .lm_eval_model import TrellisLM
-from .reasoning_data import Items
-from .texts import hash_of
+from .models import EvaluatedModel
+from .runner import Job, Record, Records, Report, Table, hash_of, json_rows, lines, read_text
+from .runner import measure as measure_all
+
+if TYPE_CHECKING:
+    from .lm_eval_model import TrellisLM
 
 
 class Known(NamedTuple):
@@ -33,19 +41,104 @@ TASKS = {
     "arc_challenge": Known("arc_challenge", "arc", "ARC-c"),
     "siqa": Known("social_iqa", "siqa", "SIQA"),
 }
-METRICS = ("acc", "acc_norm", "perplexity")
+#: Names of a task's file in a folder of data; the first one that is there is taken.
+FILES = {
+    "lambada": ("lambada_openai_test.jsonl", "lambada_test.jsonl", "lambada/lambada_test.jsonl"),
+    "piqa": ("piqa_valid.jsonl", "piqa/valid.jsonl"),
+    "hellaswag": ("hellaswag_val.jsonl", "hellaswag/hellaswag_val.jsonl"),
+    "winogrande": ("winogrande_xl_dev.jsonl", "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl"),
+    "arc_easy": ("ARC-Easy-Test.jsonl", "ARC-Easy/ARC-Easy-Test.jsonl"),
+    "arc_challenge": ("ARC-Challenge-Test.jsonl", "ARC-Challenge/ARC-Challenge-Test.jsonl"),
+    "siqa": ("siqa_dev.jsonl", "socialiqa_dev.jsonl", "siqa/dev.jsonl", "socialiqa/dev.jsonl",
+             "socialiqa-train-dev/dev.jsonl"),
+}  # fmt: skip
+#: Tasks whose answers stand one a line in a file beside the items, NAME-labels.lst.
+LABELS = {"piqa": ("0", "1"), "siqa": ("1", "2", "3")}
+#: Metrics of lm-eval and their heads in the table, in its order.
+METRICS = {"perplexity": "ppl", "acc": "acc", "acc_norm": "acc_n"}
+
+
+class Items(NamedTuple):
+    """The rows of one task. cleaned: HellaSwag whose prompts are ready-made."""
+
+    source: str
+    rows: list[dict[str, Any]]
+    cleaned: bool = False
+
+
+def run(
+    models: Iterable[EvaluatedModel],
+    out: Path,
+    *,
+    data: Path | None,
+    tasks: Sequence[str] | None,
+    limit: int | None,
+    batch_tokens: int,
+) -> Report:
+    """Measures every model on every task.
+
+    data: a folder of the publishers' files; None asks the hub. tasks: None takes all there are.
+
+    Raises:
+        FileNotFoundError: a task that was asked for has no file.
+        ValueError: a task is not known, or a file is malformed.
+    """
+    for name in tasks or ():
+        if name not in TASKS:
+            raise ValueError(f"--tasks must be of {', '.join(TASKS)}; got {name!r}")
+    names = [name for name in TASKS if tasks is None or name in tasks]
+    local: dict[str, Items] | None = None
+    left_out: list[str] = []
+    if data is not None:
+        local, left_out = _local(data, names, asked=tasks is not None)
+        names = list(local)
+    built = build(names, local)
+    settings = {name: {"task": name, **about(built[name], limit)} for name in names}
+
+    def jobs(model: EvaluatedModel) -> list[Job]:
+        return [
+            Job(
+                setting=settings[name],
+                measure=partial(_measure, model, built[name], limit, batch_tokens),
+                label=name,
+                note={
+                    "data": local[name].source
+                    if local
+                    else f"hub:{built[name].config.dataset_path}"
+                },
+            )
+            for name in names
+        ]
+
+    found = measure_all(Records(out, "reasoning"), models, jobs)
+    shown: list[Any] = [*left_out, _table(found, names), *_lines(found)]
+    return Report([record for group in found for record in group], shown, [])
+
+
+def _local(folder: Path, names: Sequence[str], asked: bool) -> tuple[dict[str, Items], list[str]]:
+    """The items of every task that has a file, and a line for every task that has none.
+
+    asked: a task without a file is an error.
+    """
+    paths = {name: find(folder, name) for name in names}
+    missing = [
+        f"{name}: there is none of {', '.join(FILES[name])} in {folder}"
+        for name, path in paths.items()
+        if path is None
+    ]
+    if missing and asked:
+        raise FileNotFoundError(missing[0])
+    found = {name: read(path, name) for name, path in paths.items() if path}
+    if not found:
+        raise FileNotFoundError(f"there are no files of reasoning tasks in {folder}")
+    return found, [f"left out {line}" for line in missing]
 
 
 def build(names: Sequence[str], local: Mapping[str, Items] | None = None) -> dict[str, Any]:
-    """lm-eval's tasks, on the hub's data or on rows that are here, in which case nothing is
-    fetched.
+    """lm-eval's tasks, on data of the hub, or on `local` rows, where nothing is fetched."""
+    from .lm_eval_model import lm_eval  # says what to install where lm-eval is missing
 
-    Raises:
-        ValueError: the hub does not give the data.
-    """
-    import lm_eval.tasks
-
-    # Only the folders of these tasks: the index of all of them takes long to read.
+    # Only the folders of these tasks: an index of all of lm-eval's tasks takes long to read.
     home = Path(lm_eval.tasks.__file__).parent
     folders = sorted({str(home / TASKS[name].folder) for name in names})
     with quiet():
@@ -55,7 +148,7 @@ def build(names: Sequence[str], local: Mapping[str, Items] | None = None) -> dic
             known = TASKS[name].name
             entry = {"task": known, **(_instead(name, local[name]) if local else {})}
             try:
-                # A member of a group is the one form in which a known task takes other fields.
+                # Only as a member of a group does a known task accept other fields.
                 loaded = manager.load({"group": "reasoning", "task": [entry]})
             except OSError as error:
                 raise ValueError(
@@ -68,32 +161,24 @@ def build(names: Sequence[str], local: Mapping[str, Items] | None = None) -> dic
 
 
 def _instead(name: str, items: Items) -> dict[str, Any]:
-    """What takes the place of the hub's data in a task's configuration."""
+    """The fields of a task's configuration that replace the hub's data by local rows."""
     split = "test" if name in ("lambada", "arc_easy", "arc_challenge") else "validation"
-    # Without other splits no examples are drawn from them.
+    # Without other splits, lm-eval draws no examples from them.
     instead: dict[str, Any] = {
         f"{one}_split": one if one == split else None for one in ("training", "validation", "test")
     }
-    instead["custom_dataset"] = _dataset(split, items.rows)
-    return {**instead, "process_docs": None} if items.cleaned else instead
 
-
-def _dataset(split: str, rows: list[dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     def load(**_: Any) -> dict[str, Any]:
         from datasets import Dataset
 
-        return {split: Dataset.from_list(rows)}
+        return {split: Dataset.from_list(items.rows)}
 
-    return load
-
-
-def source_of(task: Any, items: Items | None = None) -> str:
-    """Where a task's data come from: the name of a file, or of a dataset of the hub."""
-    return items.source if items else f"hub:{task.config.dataset_path}"
+    instead["custom_dataset"] = load
+    return {**instead, "process_docs": None} if items.cleaned else instead
 
 
 def about(task: Any, limit: int | None = None) -> dict[str, Any]:
-    """What the result of a task depends on: lm-eval, the task's version, the data."""
+    """What the result of a task depends on: versions of lm-eval and of the task, and the data."""
     import lm_eval
 
     config = task.config
@@ -106,6 +191,15 @@ def about(task: Any, limit: int | None = None) -> dict[str, Any]:
         "data_sha256": hash_of(rows),
         "items": len(rows) if limit is None else min(limit, len(rows)),
     }
+
+
+def _measure(
+    model: EvaluatedModel, task: Any, limit: int | None, batch_tokens: int, **_: Any
+) -> dict[str, Any]:
+    from .lm_eval_model import TrellisLM
+
+    # It shows its own progress, since lm-eval decides how many requests an item makes.
+    return measure(TrellisLM(model=model, batch_tokens=batch_tokens), task, limit)
 
 
 def measure(model: TrellisLM, task: Any, limit: int | None = None) -> dict[str, Any]:
@@ -131,21 +225,16 @@ def measure(model: TrellisLM, task: Any, limit: int | None = None) -> dict[str, 
 
 
 def likelihoods(task: Any) -> list[list[float]]:
-    """Of every item that was measured, the log-likelihood of each choice."""
+    """The log-likelihood of each choice, for every item that was measured."""
     found: dict[int, list[float]] = {}
     for instance in sorted(task.instances, key=lambda one: (one.doc_id, one.idx)):
         found.setdefault(instance.doc_id, []).append(float(instance.resps[0][0]))
     return list(found.values())
 
 
-def average(results: Sequence[Mapping[str, Any]]) -> float:
-    """The mean of the accuracies, each task counting once."""
-    return sum(result["acc"] for result in results) / len(results)
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what lm-eval tells of its steps."""
+    """Silences the messages in which lm-eval reports its steps."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -157,12 +246,196 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def templates_once() -> Iterator[None]:
-    """lm-eval compiles the template of a prompt anew for every item, which takes most of its time.
-    Here each is compiled once."""
+    """Makes lm-eval compile the template of a prompt once; it would do so again for every item,
+    which takes most of its time."""
     from lm_eval.utils import env
 
     env.from_string = functools.cache(env.from_string)
     try:
         yield
     finally:
-        del env.from_string  # the method of the class is seen again
+        del env.from_string  # uncovers the method of the class
+
+
+def _table(found: list[list[Record]], names: Sequence[str]) -> Table:
+    """As in the paper: accuracies, with those of likelihoods per character (acc_n) beside them."""
+    columns = [
+        (place, metric)
+        for place in range(len(names))
+        for metric in METRICS
+        if metric in found[0][place]["result"]
+    ]
+    rows = []
+    for group in found:
+        results = [record["result"] for record in group]
+        average = sum(result["acc"] for result in results) / len(results)
+        cells = [_cell(metric, results[place][metric]) for place, metric in columns]
+        rows.append([group[0]["model"]["name"], *cells, _cell("acc", average)])
+    heads = [f"{TASKS[names[place]].heading}\n{METRICS[metric]}" for place, metric in columns]
+    of = f"{len(names)} of {len(TASKS)} tasks"
+    title = f"reasoning: percent; the average is that of acc over {of}"
+    return Table(title, ["model", *heads, "Avg.\nacc"], rows)
+
+
+def _cell(metric: str, value: float) -> str:
+    if metric != "perplexity":
+        return f"{100 * value:.2f}"
+    return f"{value:.2f}" if value < 1e5 else f"{value:.2e}"
+
+
+def _lines(found: list[list[Record]]) -> Iterator[str]:
+    for record in (record for group in found for record in group):
+        if record["result"]["contexts_cut"]:
+            yield (
+                f"{record['model']['name']}, {record['setting']['task']}: "
+                f"{record['result']['contexts_cut']:,} contexts are longer than the model reads; "
+                "their beginnings were cut, as lm-eval does"
+            )
+
+
+def find(folder: Path, task: str) -> Path | None:
+    """The file of a task in a folder; None if there is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--data must be a folder of task files; {folder} is none")
+    return next((folder / name for name in FILES[task] if (folder / name).is_file()), None)
+
+
+def read(path: Path, task: str) -> Items:
+    """The items of a task's file, each checked."""
+    rows = _rows(path)
+    cleaned = task == "hellaswag" and "query" in rows[0].fields
+    if task in LABELS:
+        answers = _labels(path, LABELS[task], len(rows))
+        for row, answer in zip(rows, answers):
+            row.fields["label"] = answer
+    convert = _cleaned_hellaswag if cleaned else _CONVERT[task]
+    return Items(path.name, [convert(row) for row in rows], cleaned)
+
+
+class _Row:
+    """The fields of one line of a file; errors name the line."""
+
+    def __init__(self, where: str, fields: dict[str, Any]):
+        self.where, self.fields = where, fields
+
+    def error(self, what: str) -> ValueError:
+        return ValueError(f"{self.where}: {what}")
+
+    def get(self, name: str) -> Any:
+        if name not in self.fields:
+            raise self.error(f"there is no field {name!r}, only {', '.join(self.fields) or 'none'}")
+        return self.fields[name]
+
+    def text(self, name: str, empty: bool = False) -> str:
+        found = self.get(name)
+        if not isinstance(found, str) or not (empty or found.strip()):
+            raise self.error(f"{name!r} must be a text; got {found!r}")
+        return found
+
+    def texts(self, name: str) -> list[str]:
+        found = self.get(name)
+        good = isinstance(found, list) and all(isinstance(x, str) and x.strip() for x in found)
+        if not good or len(found) < 2:
+            raise self.error(f"{name!r} must be a list of two texts or more; got {found!r}")
+        return found
+
+    def each(self, *names: str) -> dict[str, str]:
+        return {name: self.text(name) for name in names}
+
+    def choice(self, name: str, allowed: Iterable[object]) -> str:
+        """A number or a text among those allowed, returned as text."""
+        found, known = self.get(name), [str(one) for one in allowed]
+        if isinstance(found, bool) or str(found) not in known:
+            raise self.error(f"{name!r} must be one of {', '.join(known)}; got {found!r}")
+        return str(found)
+
+
+def _rows(path: Path) -> list[_Row]:
+    found = []
+    for where, fields in json_rows(read_text(path), str(path)):
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: a line must be a JSON object; got {str(fields)[:60]!r}")
+        found.append(_Row(where, fields))
+    if not found:
+        raise ValueError(f"{path} has no items")
+    return found
+
+
+def _labels(path: Path, allowed: Sequence[str], count: int) -> list[str]:
+    path = path.with_name(f"{path.stem}-labels.lst")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}, the labels of the items beside it")
+    found = []
+    for number, line in lines(read_text(path)):
+        label = line.strip()
+        if label not in allowed:
+            raise ValueError(
+                f"{path}:{number}: a label must be one of {', '.join(allowed)}; got {label!r}"
+            )
+        found.append(label)
+    if len(found) != count:
+        raise ValueError(f"{path} has {len(found):,} labels for {count:,} items")
+    return found
+
+
+def _lambada(row: _Row) -> dict[str, Any]:
+    text = row.text("text")
+    if not text.split(" ")[-1].strip():
+        raise row.error(f"'text' must end with a word; got {text[-20:]!r}")
+    return {"text": text}
+
+
+def _hellaswag(row: _Row) -> dict[str, Any]:
+    endings = row.texts("endings")
+    return {
+        "activity_label": row.text("activity_label"),
+        "ctx_a": row.text("ctx_a", empty=True),
+        "ctx_b": row.text("ctx_b", empty=True),
+        "endings": endings,
+        "label": row.choice("label", range(len(endings))),
+    }
+
+
+def _cleaned_hellaswag(row: _Row) -> dict[str, Any]:
+    endings = row.texts("endings")
+    label = row.choice("gold", range(len(endings)))
+    return {"query": row.text("query"), "choices": endings, "label": label}
+
+
+def _winogrande(row: _Row) -> dict[str, Any]:
+    sentence = row.text("sentence")
+    if "_" not in sentence:
+        raise row.error(f"'sentence' must have a gap, '_'; got {sentence!r}")
+    options = row.each("option1", "option2")
+    return {"sentence": sentence, **options, "answer": row.choice("answer", (1, 2))}
+
+
+def _arc(row: _Row) -> dict[str, Any]:
+    question = row.get("question")
+    if not isinstance(question, dict):
+        raise row.error(f"'question' must be an object with stem and choices; got {question!r}")
+    inner = _Row(f"{row.where}, question", question)
+    choices = inner.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise inner.error(f"'choices' must be a list of two or more; got {choices!r}")
+    if not all(isinstance(choice, dict) for choice in choices):
+        raise inner.error("'choices' must be objects with text and label")
+    each = [_Row(f"{row.where}, choice {n}", choice) for n, choice in enumerate(choices, 1)]
+    labels = [choice.text("label") for choice in each]
+    return {
+        "question": inner.text("stem"),
+        "choices": {"text": [choice.text("text") for choice in each], "label": labels},
+        "answerKey": row.choice("answerKey", labels),
+    }
+
+
+_SIQA = ("context", "question", "answerA", "answerB", "answerC")
+_CONVERT: dict[str, Callable[[_Row], dict[str, Any]]] = {
+    "lambada": _lambada,
+    "piqa": lambda row: {**row.each("goal", "sol1", "sol2"), "label": int(row.fields["label"])},
+    "hellaswag": _hellaswag,
+    "winogrande": _winogrande,
+    "arc_easy": _arc,
+    "arc_challenge": _arc,
+    "siqa": lambda row: {**row.each(*_SIQA), "label": row.fields["label"]},
+}

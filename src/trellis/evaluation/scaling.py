@@ -1,11 +1,12 @@
-"""What training a run took, and how its perplexity fell meanwhile.
+"""`trellis eval scaling`: perplexity over the FLOPs that training took.
 
-FLOPs of a run: the sum over its steps of tokens x training_flops(model, context of the step), the
-formulas of models/flops.py. Steps that were skipped count too: they were computed.
+The FLOPs of a run are the sum over its steps of tokens x training_flops(model, context of the
+step), by the formulas of models/presets.py. Steps that were skipped for a bad gradient count too:
+they were computed.
 
-Two runs were validated alike if they read the same windows of the same text: the part of the same
-corpus that was held out, which the checkpoint knows, or the corpus that is now at the recipe's
-validation_path; with the same context and validation_tokens.
+Two runs were validated alike if they read the same windows of the same text: the held-out part of
+the same corpus, which the checkpoint names by a hash, or the corpus that is now at the recipe's
+`data.validation_path`; with the same context and `log.validation_tokens`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from .. import figures
 from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
+from ..files import write_whole
 from ..mixers import mixer_config
 from ..models.config import TrellisConfig
 from ..models.presets import training_flops, weightless
@@ -29,6 +34,133 @@ from ..training.metrics import FILE, perplexity_of, read_metrics
 from ..training.optimization import context_at
 from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
+from .models import EvaluatedModel, names_of, open_model
+from .ppl import documents, encode, job
+from .runner import (
+    Job,
+    Records,
+    Report,
+    Table,
+    check_writable,
+    digest,
+    hash_of,
+    measure,
+    provenance,
+)
+from .scoring import BATCH_TOKENS
+
+UNITS = {"perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
+#: One run in the table and in the file of numbers.
+Row = dict[str, Any]
+
+
+def run(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    data: Sequence[str] = (),
+    context: int | None = None,
+    bits_per_byte: bool = False,
+    document_bytes: int | None = None,
+    limit: int | None = None,
+    batch_tokens: int | None = None,
+    device: str = "cpu",
+) -> Report:
+    """Reads the runs' recorded validations, or measures their newest checkpoints on `data`.
+
+    Only perplexities on `data` are kept as records; FLOPs and curves are counted on every call. The
+    report's `found` is the content of scaling-HASH.json: the runs and the fitted laws. Raises
+    ValueError if runs cannot be compared.
+    """
+    _check_options(data, context, document_bytes, limit, batch_tokens)
+    figures.check()
+    paths = list({path.resolve(): path for path in runs}.values())
+    trainings = [read_training(path) for path in paths]
+    same_tokens = len({training.tokenizer_sha256 for training in trainings}) == 1
+    if data and not bits_per_byte:
+        check_tokenizers(trainings)
+    if not data:
+        check_validations(trainings)
+    names = names_of([str(path) for path in paths])
+    rows: list[Row] = [
+        {
+            "name": name,
+            "path": str(training.path),
+            "mixer": training.mixer,
+            "variant": variant,
+            "parameters": training.parameters,
+            "step": training.step,
+            "recipe": training.recipe.as_dict(),
+        }
+        for training, variant, name in zip(trainings, variants(trainings), names)
+    ]
+    texts = documents(data, limit=limit, document_bytes=document_bytes) if data else []
+    check_writable(out, out)
+    setting: dict[str, Any] = {}
+
+    def jobs(model: EvaluatedModel) -> list[Job]:
+        encoded = [encode(model, text) for text in texts]
+        options = {"batch_tokens": batch_tokens or BATCH_TOKENS}
+        return [job(model, encoded, setting, options)._replace(note={"data": list(data)})]
+
+    if context is None:
+        for row, training in zip(rows, trainings):
+            row |= {"validation": training.validation_text, "curve": training.curve()}
+    else:
+        setting = {
+            "data_sha256": hash_of(texts),
+            "documents": len(texts),
+            "context": context,
+            "windows": "disjoint",
+        }
+        # The step that FLOPs are counted up to: a run may go on meanwhile.
+        models = (
+            open_model(str(training.path), device, name=name, step=training.step)
+            for training, name in zip(trainings, names)
+        )
+        found = measure(Records(out, "scaling"), models, jobs)
+        for row, training, (record,) in zip(rows, trainings, found):
+            result = record["result"]
+            row |= {
+                "setting": setting,
+                "weights_sha256": record["model"]["weights_sha256"],
+                "curve": [training.point(training.step, result["loss"], result["bits_per_byte"])],
+            }
+    for row in rows:
+        row["final"] = row["curve"][-1]
+    unit = "bits_per_byte" if bits_per_byte else "perplexity"
+    fits = _fits(rows, "bits_per_byte" if bits_per_byte else "loss")
+    result = {
+        "runs": rows,
+        "fits": {variant: law._asdict() for variant, law in fits.items()},
+        "fitted": "bits per byte" if bits_per_byte else "loss, nats per token",
+        "made_by": provenance(),
+    }
+    stem = f"scaling-{digest([sorted(str(path.resolve()) for path in paths), unit, setting])}"
+    written, picture = out / f"{stem}.json", out / f"{stem}.png"
+    _draw(picture, by_variant(rows), unit)
+    write_whole(written, (json.dumps(result, indent=1) + "\n").encode())
+    return Report(
+        result, [_table(rows, unit, same_tokens), *_lines(fits, unit)], [written, picture]
+    )
+
+
+def _check_options(
+    data: Sequence[str],
+    context: int | None,
+    document_bytes: int | None,
+    limit: int | None,
+    batch_tokens: int | None,
+) -> None:
+    """Raises ValueError at options that would do nothing."""
+    if bool(data) != (context is not None):
+        raise ValueError("--data and --context go together: the text, and how much is read at once")
+    options = {"document-bytes": document_bytes, "limit": limit, "batch-tokens": batch_tokens}
+    for name, value in options.items():
+        if value is not None and not data:
+            raise ValueError(
+                f"--{name} {value} needs --data: recorded validations are taken as they are"
+            )
 
 
 @dataclass
@@ -37,28 +169,28 @@ class Training:
 
     path: Path
     recipe: Recipe
-    #: The mixers of the layers, as often as the pattern has them.
+    #: The mixer of all layers, or the repeated pattern of a hybrid: "trellis+transformer".
     mixer: str
-    #: All fields of the mixers' configurations that change what is computed, and the names of those
-    #: that the recipe sets: defaults of others may follow from them.
+    #: All fields of the mixers' configurations that change what is computed.
     fields: dict[str, Any]
+    #: The names of those that the recipe sets; defaults of other fields may follow from them.
     given: set[str]
     parameters: int
     step: int
-    #: FLOPs after each step; the first entry, of no step, is 0.
+    #: FLOPs after each step; entry 0, before the first step, is 0.
     flops: list[float]
     #: Records of metrics.jsonl that hold a validation.
     validations: list[dict[str, Any]]
     tokenizer_sha256: str
-    #: What the perplexities of validations depend on beside the model. The text is None where it
-    #: is no longer there to be hashed.
+    #: What the perplexities of validations depend on beside the model. `text` is None where the
+    #: corpus is no longer there to be hashed.
     validation_text: dict[str, Any]
 
     def tokens(self, step: int) -> int:
         return step * self.recipe.rows * self.recipe.data.context
 
     def curve(self) -> list[dict[str, float]]:
-        """A point for every validation, the oldest first."""
+        """A point for every validation, oldest first."""
         return [
             self.point(r["step"], r["validation_loss"], r["validation_bits_per_byte"])
             for r in self.validations
@@ -76,11 +208,7 @@ class Training:
 
 
 def read_training(run: Path) -> Training:
-    """Reads everything but the weights.
-
-    Raises:
-        FileNotFoundError: it is not a run, or one without metrics or checkpoint.
-    """
+    """Reads everything about a run except its weights."""
     if not (run / RECIPE).is_file() and (run / "config.json").is_file():
         raise FileNotFoundError(
             f"{run} is a model without a record of its training (no {RECIPE}): give the run that "
@@ -124,7 +252,10 @@ def _mixer(config: TrellisConfig) -> str:
 def _fields(
     config: TrellisConfig, of: Callable[[str, dict[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Of all mixers in one table, with the mixer before a field's name where there are several."""
+    """The fields that `of` gives of each mixer, in one table.
+
+    Where a model has several mixers, a field's name is preceded by its mixer's: "abc.slots".
+    """
     several = len({name for name, _ in config.layer_mixers()}) > 1
     return {
         f"{name}.{field}" if several else field: value
@@ -135,7 +266,7 @@ def _fields(
 
 
 def _validation_text(recipe: Recipe, corpus: str) -> str | None:
-    """Names the text by a hash. corpus: that of the run's own corpus."""
+    """A hash that names the text of validations. corpus: the hash of the run's own corpus."""
     path = recipe.data.validation_path
     if path is None:
         return f"held out of {corpus}"
@@ -146,10 +277,10 @@ def _validation_text(recipe: Recipe, corpus: str) -> str | None:
 
 
 def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -> list[int]:
-    """The context of every step: the schedule's, which depends on the recipe's number of steps.
+    """The context of every step: that of the schedule, which depends on the number of steps.
 
-    A run that was resumed with another number had another schedule before. There a step counts
-    with the context of the first record at or after it.
+    A run that was resumed with another number of steps had another schedule before. Where the
+    metrics disagree with the schedule, a step has the context of the first record at or after it.
     """
     noted = {record["step"]: record["context"] for record in records if "context" in record}
     at = sorted(noted)
@@ -164,7 +295,7 @@ def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -
 
 
 def check_validations(runs: Sequence[Training]) -> None:
-    """Raises ValueError unless all have validations, and on the same text in the same way."""
+    """Raises ValueError unless all runs have validations, on the same text in the same way."""
     for run in runs:
         if not run.validations:
             raise ValueError(
@@ -188,7 +319,7 @@ def check_validations(runs: Sequence[Training]) -> None:
 
 
 def check_tokenizers(runs: Sequence[Training]) -> None:
-    """Raises ValueError unless all have the same tokenizer."""
+    """Raises ValueError unless all runs have the same tokenizer."""
     for run in runs:
         if run.tokenizer_sha256 != runs[0].tokenizer_sha256:
             raise ValueError(
@@ -198,7 +329,7 @@ def check_tokenizers(runs: Sequence[Training]) -> None:
 
 
 def variants(runs: Sequence[Training]) -> list[str]:
-    """Of every run its mixer, and the fields that are not the same in all runs of this mixer."""
+    """The mixer of every run, with the fields in which its runs differ, such as "gsa (slots=8)"."""
     found = []
     for run in runs:
         alike = [other for other in runs if other.mixer == run.mixer]
@@ -224,12 +355,89 @@ class PowerLaw(NamedTuple):
 
 
 def fit(flops: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
-    """By least squares of the logarithms; None for fewer than three different FLOPs."""
+    """A fit by least squares of the logarithms; None for fewer than three different FLOPs."""
     if len(set(flops)) < 3:
         return None
-    x, y = ([math.log(value) for value in values] for values in (flops, losses))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum(
-        (a - mean_x) ** 2 for a in x
-    )
-    return PowerLaw(math.exp(mean_y - slope * mean_x), -slope)
+    slope, level = np.polyfit(np.log(flops), np.log(losses), 1).tolist()
+    return PowerLaw(math.exp(level), -slope)
+
+
+def _fits(rows: list[Row], unit: str) -> dict[str, PowerLaw]:
+    """The law through the ends of all runs of a variant, for every variant with enough runs."""
+    laws = {}
+    for variant, group in by_variant(rows).items():
+        law = fit([r["final"]["flops"] for r in group], [r["final"][unit] for r in group])
+        if law is not None:
+            laws[variant] = law
+    return laws
+
+
+def by_variant(rows: list[Row]) -> dict[str, list[Row]]:
+    """The runs of each variant of a mixer, in the order of their FLOPs."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["final"]["flops"]):
+        groups.setdefault(row["variant"], []).append(row)
+    return {variant: groups[variant] for variant in dict.fromkeys(row["variant"] for row in rows)}
+
+
+def _table(rows: list[Row], unit: str, same_tokens: bool) -> Table:
+    """same_tokens: whether perplexities per token can be compared; else they are left out."""
+    shown = [one for one in UNITS if one != "perplexity" or same_tokens]
+    shown.sort(key=lambda one: one != unit)
+    cells = [
+        [
+            row["name"], row["variant"], f"{row['parameters']:,}", f"{row['final']['tokens']:,}",
+            f"{row['final']['flops']:.3e}", *(f"{row['final'][one]:.3f}" for one in shown),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heads = ["run", "mixer", "parameters", "tokens", "FLOPs", *(UNITS[one] for one in shown)]
+    return Table(f"{UNITS[unit]} over training FLOPs", heads, cells)
+
+
+def _lines(fits: dict[str, PowerLaw], unit: str) -> Iterator[str]:
+    fitted = "bits per byte" if unit == "bits_per_byte" else "loss"
+    for variant, law in fits.items():
+        yield f"{variant}: {fitted} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
+
+
+def _draw(path: Path, groups: dict[str, list[Row]], unit: str) -> None:
+    """Every run as a thin curve, and a strong line through the ends of all runs of a variant."""
+    with figures.figure(path, figsize=(9, 4.5)) as axis:
+        for number, (name, rows) in enumerate(groups.items()):
+            colour = f"C{number % 10}"
+            for row in rows:
+                x, y = ([point[key] for point in row["curve"]] for key in ("flops", unit))
+                axis.plot(x, y, ".-", color=colour, alpha=0.35, linewidth=1, markersize=3)
+            x, y = ([row["final"][key] for row in rows] for key in ("flops", unit))
+            axis.plot(x, y, "o-", color=colour, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=UNITS[unit])
+        _plain_ticks(axis)
+        axis.grid(alpha=0.3, which="both")
+        axis.set_title(_title(groups), loc="left", fontsize=10)
+        axis.figure.legend(loc="outside right upper", frameon=False)
+
+
+def _title(groups: dict[str, list[Row]]) -> str:
+    """Says what the dots and lines are that this figure has."""
+    said = ["large dots: a run's end"]
+    if any(len(row["curve"]) > 1 for rows in groups.values() for row in rows):
+        said.insert(0, "small dots on pale lines: validations of a run")
+    if any(len(rows) > 1 for rows in groups.values()):
+        said.append("strong lines: all runs of a mixer")
+    return "; ".join(said)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Ticks at plain numbers such as 20 and 120, enough of them also where values lie close."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = axis.get_ylim()
+    locator: Any = MaxNLocator(9)
+    if high > 30 * low:
+        locator = LogLocator(subs=(1, 2, 3, 5), numticks=30)
+    elif high > 2 * low:
+        locator = LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), numticks=30)
+    axis.yaxis.set_major_locator(locator)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+    axis.yaxis.set_minor_locator(NullLocator())

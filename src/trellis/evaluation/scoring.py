@@ -1,39 +1,45 @@
-"""What tasks ask of a model: the likelihood of continuations, and greedy text.
+"""What tasks ask of a model: likelihoods of continuations, losses of tokens, greedy text.
 
-Work is ordered by length and done in batches of about `batch_tokens` tokens. Results come in the
+Work is sorted by length and done in batches of about `batch_tokens` tokens. Results come in the
 order of the requests and do not depend on the batches.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .subject import Subject
+from .models import EvaluatedModel
 
 BATCH_TOKENS = 8192
-#: Logits that exist at a time, about: with a large vocabulary a batch has fewer tokens.
+#: About so many logits exist at a time: with a large vocabulary a batch has fewer tokens.
 LOGITS = 2**26
+#: `token_losses` holds the logits of this many tokens at a time.
+LOGIT_TOKENS = 4096
 #: Names that models of transformers give to what they keep of a text.
 _CACHES = ("past_key_values", "cache_params")
+#: The token ids of a context and of a continuation.
+Request = tuple[Sequence[int], Sequence[int]]
+#: Called with the number of items that were finished since the last call.
 Progress = Callable[[int], None]
 
 
 class Score(NamedTuple):
-    """Of a continuation: its log-likelihood in nats, and whether greedy decoding gives it."""
+    """The log-likelihood of a continuation in nats, and whether greedy decoding would write it."""
 
     likelihood: float
     greedy: bool
 
 
 def score(
-    subject: Subject,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    model: EvaluatedModel,
+    requests: Sequence[Request],
     *,
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
@@ -41,16 +47,16 @@ def score(
 ) -> list[Score]:
     """Scores of (context, continuation) pairs of token ids; neither may be empty.
 
-    share: where a model's state can be copied (all of ours), a context that several continuations
-    follow is read once.
+    share: read a context that several continuations follow only once and copy its state. Models of
+        transformers, whose caches are of many kinds, always read each request for itself.
     """
     for context, continuation in requests:
         if not context or not continuation:
             raise ValueError("context and continuation must have at least one token each")
-        subject.check_context(len(context) + len(continuation) - 1, "a request")
+        model.check_context(len(context) + len(continuation) - 1, "a request")
     found: list[Score | None] = [None] * len(requests)
-    run = _shared if share and subject.ours else _apart
-    for batch in run(subject, requests, batch_tokens):
+    run = _shared if share and model.ours else _apart
+    for batch in run(model, requests, batch_tokens):
         for number, result in batch:
             found[number] = result
         progress(len(batch))
@@ -58,41 +64,40 @@ def score(
 
 
 def _apart(
-    subject: Subject, requests: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int
+    model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
 ) -> Iterator[list[tuple[int, Score]]]:
-    """Every request read for itself."""
+    """Reads context and continuation of every request together."""
     lengths = [len(context) + len(continuation) for context, continuation in requests]
-    for batch in batches(lengths, _fitting(subject, batch_tokens)):
+    for batch in batches(lengths, _fitting(model, batch_tokens)):
         rows = [[*requests[n][0], *requests[n][1]][:-1] for n in batch]
-        logits = subject.logits(rows)
         yield [
-            (n, _score(one[len(requests[n][0]) - 1 :], requests[n][1]))
-            for n, one in zip(batch, logits)
+            (n, _score(logits[len(requests[n][0]) - 1 :], requests[n][1]))
+            for n, logits in zip(batch, model.logits(rows))
         ]
 
 
 def _shared(
-    subject: Subject, requests: Sequence[tuple[Sequence[int], Sequence[int]]], batch_tokens: int
+    model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
 ) -> Iterator[list[tuple[int, Score]]]:
-    """Every context read once; its state is copied for each continuation."""
+    """Reads every context once and copies its state for each continuation."""
     followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (context, _) in enumerate(requests):
         followers[tuple(context)].append(number)
     contexts = list(followers)
     for batch in batches([len(context) for context in contexts], batch_tokens):
         chosen = [contexts[n] for n in batch]
-        last, cache = subject.read(chosen)
+        last, cache = model.read(chosen)
         numbers = [n for context in chosen for n in followers[context]]
         owners = [place for place, c in enumerate(chosen) for _ in followers[c]]
-        # The context predicts the first token of all that follow it; their states predict the rest.
-        found = _first(torch.stack(last), owners, [requests[n][1][0] for n in numbers])
+        # The context predicts the first token of each continuation, copied states the rest.
+        found = _first(last, owners, [requests[n][1][0] for n in numbers])
         longer = [place for place, n in enumerate(numbers) if len(requests[n][1]) > 1]
         lengths = [len(requests[numbers[place]][1]) - 1 for place in longer]
-        for part in batches(lengths, _fitting(subject, batch_tokens)):
+        for part in batches(lengths, _fitting(model, batch_tokens)):
             places = [longer[i] for i in part]
             rows = [requests[numbers[place]][1] for place in places]
             forked = cache.reorder(torch.tensor([owners[place] for place in places]))
-            all_logits = subject.go_on([row[:-1] for row in rows], forked)
+            all_logits = model.go_on([row[:-1] for row in rows], forked)
             for place, row, logits in zip(places, rows, all_logits):
                 first, rest = found[place], _score(logits, row[1:])
                 found[place] = Score(
@@ -101,12 +106,12 @@ def _shared(
         yield list(zip(numbers, found))
 
 
-def _fitting(subject: Subject, batch_tokens: int) -> int:
-    return min(batch_tokens, max(1, LOGITS // subject.tokenizer.vocab_size))
+def _fitting(model: EvaluatedModel, batch_tokens: int) -> int:
+    return min(batch_tokens, max(1, LOGITS // model.tokenizer.vocab_size))
 
 
 def _first(last: Tensor, owners: Sequence[int], tokens: Sequence[int]) -> list[Score]:
-    """Scores of single tokens, each from the logits of its owner, [N, V]."""
+    """Scores of single tokens. last: logits [N, V]; owners: the row that predicts each token."""
     own, ids = torch.tensor([owners, tokens], device=last.device)
     last = last.float()
     likelihood = last[own, ids] - last.logsumexp(-1)[own]
@@ -115,11 +120,42 @@ def _first(last: Tensor, owners: Sequence[int], tokens: Sequence[int]) -> list[S
 
 
 def _score(logits: Tensor, continuation: Sequence[int]) -> Score:
-    """From the logits that predict each token of the continuation, [T, V]."""
+    """logits [T, V]: row t predicts token t of the continuation."""
     ids = torch.tensor(continuation, device=logits.device)
     logits = logits.float()
     likelihood = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1)
     return Score(float(likelihood.double().sum()), bool((logits.argmax(-1) == ids).all()))
+
+
+@torch.no_grad()
+def token_losses(model: EvaluatedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """-log p, in nats, of every token of every row except its first.
+
+    Our models read rows in segments, so that a row of any length takes the memory of one segment.
+    """
+    if not model.ours:
+        logits = model.logits([row[:-1] for row in rows])
+        return [_losses(one, row[1:]) for one, row in zip(logits, rows)]
+    # Longest first, so that the rows which are not finished are always the first ones.
+    order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+    size = max(1, LOGIT_TOKENS // len(rows))
+    cache = model.network.init_cache(len(rows))
+    found: list[list[Tensor]] = [[torch.empty(0, device=model.device)] for _ in rows]
+    for begin in range(0, len(rows[order[0]]) - 1, size):
+        going = [n for n in order if len(rows[n]) > begin + 1]
+        if len(going) < cache.batch_size:
+            cache = cache.select(slice(0, len(going)))
+        parts = [list(rows[n][begin : begin + size + 1]) for n in going]
+        logits = model.go_on([part[:-1] for part in parts], cache)
+        for n, part, one in zip(going, parts, logits):
+            found[n].append(_losses(one, part[1:]))
+    return [torch.cat(losses) for losses in found]
+
+
+def _losses(logits: Tensor, targets: Sequence[int]) -> Tensor:
+    return F.cross_entropy(
+        logits.float(), torch.tensor(targets, device=logits.device), reduction="none"
+    )
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -138,7 +174,7 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def complete(
-    subject: Subject,
+    model: EvaluatedModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
@@ -147,79 +183,86 @@ def complete(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = lambda done: None,
 ) -> list[str]:
-    """The likeliest token after another, until `max_tokens`, the end of a document, or `stop`.
+    """Greedy text after each prompt, up to `max_tokens`, the end of a document, or `stop`.
 
-    stop: a text, or several; the result ends before the first of them.
-    enough: whether the text that follows the prompt of that number needs no more.
+    stop: one text or several; a result ends before the first of them.
+    enough: called with the number of a prompt and its text so far; True ends this text.
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for prompt in prompts:
         if not prompt:
             raise ValueError("a prompt must have at least one token")
-        subject.check_context(len(prompt) + max_tokens, "a prompt with its answer")
+        model.check_context(len(prompt) + max_tokens, "a prompt with its answer")
     found = [""] * len(prompts)
     for batch in batches([len(prompt) + max_tokens for prompt in prompts], batch_tokens):
-        rows = [prompts[n] for n in batch]
-        writers = [_Writer(subject, stops, partial(enough, n)) for n in batch]
-        if subject.ours:
-            _complete_ours(subject, rows, max_tokens, writers)
-        else:
-            for row, writer in zip(rows, writers):
-                _complete_alone(subject, row, max_tokens, writer)
-        for n, writer in zip(batch, writers):
-            found[n] = writer.text
+        for group in [batch] if model.ours else [[n] for n in batch]:
+            writers = [_Writer(model, stops, partial(enough, n)) for n in group]
+            _write(model, [prompts[n] for n in group], max_tokens, writers)
+            for n, writer in zip(group, writers):
+                found[n] = writer.text
         progress(len(batch))
     return found
 
 
-def _complete_ours(
-    subject: Subject, rows: Sequence[Sequence[int]], max_tokens: int, writers: Sequence[_Writer]
+def _write(
+    model: EvaluatedModel,
+    rows: Sequence[Sequence[int]],
+    max_tokens: int,
+    writers: Sequence[_Writer],
 ) -> None:
-    """A batch from its states; a sequence that has stopped leaves the batch."""
-    last, cache = subject.read(rows)
-    logits = torch.stack(last)
-    active = list(range(len(rows)))
+    """The likeliest token after another; a text that has ended leaves the batch."""
+    reading = _read_batch(model, rows) if model.ours else _read_one(model, rows[0])
+    logits = next(reading)
     for place in range(max_tokens):
         tokens = logits.argmax(-1).tolist()
-        going = [i for i, token in enumerate(tokens) if writers[active[i]].take(token)]
+        going = [i for i, token in enumerate(tokens) if writers[i].take(token)]
         if not going or place == max_tokens - 1:
             break
-        if len(going) < len(active):
+        writers = [writers[i] for i in going]
+        logits = reading.send((going, [tokens[i] for i in going]))
+
+
+#: Yields logits [N, V]. It is sent the places of the texts that go on, and the next token of each.
+_Reading = Generator[Tensor, tuple[list[int], list[int]], None]
+
+
+def _read_batch(model: EvaluatedModel, rows: Sequence[Sequence[int]]) -> _Reading:
+    """Prompts of one of our models, which are read on from their states."""
+    logits, cache = model.read(rows)
+    while True:
+        going, tokens = yield logits
+        if len(going) < cache.batch_size:
             cache = cache.reorder(torch.tensor(going))
-            active = [active[i] for i in going]
-        new = torch.tensor([[tokens[i]] for i in going], device=subject.device)
-        logits = subject.model(new, past_key_values=cache).logits[:, -1]
+        new = torch.tensor(tokens, device=model.device)[:, None]
+        logits = model.network(new, past_key_values=cache).logits[:, -1]
 
 
-def _complete_alone(subject: Subject, row: Sequence[int], max_tokens: int, writer: _Writer) -> None:
-    """One prompt with the cache that the model brings, whatever it is."""
-    cache: dict[str, Any] = {}
+def _read_one(model: EvaluatedModel, row: Sequence[int]) -> _Reading:
+    """One prompt of a model of transformers, with whatever cache the model brings."""
     ids = list(row)
-    for _ in range(max_tokens):
-        # Without a cache that can be handed back, all is read again.
-        new = ids[-1:] if cache else ids
-        out = subject.model(
-            torch.tensor([new], device=subject.device), use_cache=True, logits_to_keep=1, **cache
-        )
-        ids.append(int(out.logits[0, -1].argmax()))
-        if not writer.take(ids[-1]):
-            break
+    cache: dict[str, Any] = {}
+    while True:
+        # Without a cache that can be handed back, the whole text is read again.
+        new = torch.tensor([ids[-1:] if cache else ids], device=model.device)
+        out = model.network(new, use_cache=True, logits_to_keep=1, **cache)
         given = {name: getattr(out, name, None) for name in _CACHES}
         cache = {name: value for name, value in given.items() if value is not None}
+        _, tokens = yield out.logits[:, -1]
+        ids += tokens
 
 
 class _Writer:
-    """Collects tokens to a text, up to a stop."""
+    """Collects the tokens of one text, up to a stop."""
 
-    def __init__(self, subject: Subject, stops: Sequence[str], enough: Callable[[str], bool]):
-        self.decoder = subject.tokenizer.stream_decoder()
-        self.end = subject.tokenizer.end_of_document
-        self.known = subject.tokenizer.vocab_size
+    def __init__(self, model: EvaluatedModel, stops: Sequence[str], enough: Callable[[str], bool]):
+        self.decoder = model.tokenizer.stream_decoder()
+        self.end = model.tokenizer.end_of_document
+        self.known = model.tokenizer.vocab_size
         self.stops, self.enough = stops, enough
         self.text = ""
 
     def take(self, token: int) -> bool:
-        """Whether the text goes on."""
+        """Adds a token. Returns whether the text goes on."""
         if token == self.end:
             return False
         if token < self.known:  # a model may have more tokens than its tokenizer

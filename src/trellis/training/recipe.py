@@ -300,18 +300,23 @@ def from_dict(table: Mapping[str, Any]) -> Recipe:
 
 def load_recipe(path: Path, settings: Iterable[str] = ()) -> Recipe:
     """A recipe from a TOML file, with settings such as "train.steps=100" in place of its values."""
-    return _with_settings(_read(path, ()), settings)
+    return from_dict(read_table(path, settings))
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """A copy of a recipe with settings such as "train.steps=100"."""
-    return _with_settings(recipe.as_dict(), settings)
+    return from_dict(_changed(recipe.as_dict(), settings))
 
 
-def _with_settings(table: dict[str, Any], settings: Iterable[str]) -> Recipe:
+def read_table(path: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
+    """The table of a TOML file with those it includes, and settings such as "train.steps=100"."""
+    return _changed(_read(path, ()), settings)
+
+
+def _changed(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     for setting in settings:
         _merge(table, _parsed(setting))
-    return from_dict(table)
+    return table
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -414,8 +419,8 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
                 return _typed(value, option, name)
             except ValueError:
                 continue
-    elif origin is list and isinstance(value, (list, tuple)):
-        return [_typed(item, typing.get_args(wanted)[0], name) for item in value]
+    elif origin in (list, tuple) and isinstance(value, (list, tuple)):
+        return origin(_typed(item, typing.get_args(wanted)[0], name) for item in value)
     elif origin is dict and isinstance(value, Mapping):
         return dict(value)
     elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -436,6 +441,6 @@ def _said(wanted: Any) -> str:
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_said(o) for o in typing.get_args(wanted) if o is not type(None))
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list, each {_said(typing.get_args(wanted)[0])}"
     return names.get(wanted, "a section")

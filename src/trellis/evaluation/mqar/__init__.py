@@ -1,0 +1,348 @@
+"""`trellis eval mqar`: trains small models on multi-query associative recall and tests them.
+
+data.py has the sequences and the presets; here are the training, the table and the figure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ... import figures
+from ...mixers import MIXERS, Mixer
+from ...models.config import TrellisConfig
+from ...models.loss import IGNORED
+from ...models.modeling import TrellisForCausalLM
+from ...models.presets import weightless
+from ...training.optimization import build_optimizer, learning_rate
+from ...training.recipe import Recipe, TrainSection
+from ..runner import Job, Record, Records, Report, Table, digest, measure
+from .data import PRESETS, Examples, Group, Preset, Setting, Source, accuracy, query_logits
+from .data import preset as preset_of
+
+#: A batch: the source of its examples, and its number there.
+Entry = tuple[Source, int]
+#: Called with a line for every look at the validation accuracy.
+Say = Callable[[str], None]
+
+
+def run(
+    mixers: Sequence[str],
+    preset: Preset,
+    out: Path,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    say: Say = lambda line: None,
+) -> Report:
+    """Trains and tests every mixer at every width of the preset.
+
+    The report shows all results in the folder that have the preset's numbers and this seed, so that
+    several processes may share the work. Raises ValueError if a number is out of range, or a mixer
+    cannot have a width.
+    """
+    preset.check()
+    figures.check()
+    for mixer in preset.mixer_config:
+        if mixer not in mixers:
+            raise ValueError(f"fields are given for {mixer!r}, which is not among the mixers")
+    learners = [Learner(mixer, width, preset) for width in preset.widths for mixer in mixers]
+    common = _common(preset, seed)
+    tested = {setting for group in preset.groups for setting in group.test}
+    tests = {one: preset.examples(one, preset.test_examples, "test", seed) for one in tested}
+    hashes = {setting: data.sha256() for setting, data in tests.items()}
+
+    def jobs(learner: Learner) -> list[Job]:
+        found = []
+        for group in preset.groups:
+            # Trained when the first result is missing, and then once for all of them.
+            trained = cache(partial(_train, learner, preset, group, seed, device, say))
+            found += [
+                Job(
+                    setting={
+                        **common,
+                        "train": [[*source.setting, source.examples] for source in group.train],
+                        "test": list(setting),
+                        "test_sha256": hashes[setting],
+                    },
+                    measure=partial(
+                        _measure, trained, tests[setting], learner.state_size(setting), device
+                    ),
+                    label=f"{setting.length}-{setting.pairs}",
+                )
+                for setting in group.test
+            ]
+        return found
+
+    records = Records(out, "mqar")
+    measure(records, learners, jobs)
+    order = list(MIXERS)
+    found = [record for record in records.all() if _shared(record["setting"]) == common]
+    found.sort(key=lambda r: (r["model"]["width"], order.index(r["model"]["mixer"]),
+                              r["model"]["name"], r["setting"]["test"]))  # fmt: skip
+    picture = records.folder / _picture(preset, common)
+    _draw(found, picture)
+    return Report(found, list(_tables(found)), [picture])
+
+
+class Learner:
+    """A mixer at a width: the configuration that is trained, and what records say about it."""
+
+    def __init__(self, mixer: str, width: int, preset: Preset):
+        fields = preset.mixer_config.get(mixer, {})
+        self.config = TrellisConfig(
+            vocab_size=preset.vocab_size, hidden_size=width, num_hidden_layers=preset.layers,
+            num_attention_heads=preset.heads, mixer=mixer,
+            mixer_config={mixer: fields} if fields else None,
+        )  # fmt: skip
+        self.identity = {"mixer": mixer, "width": width, "fields": self.config.mixer_config}
+        self.shape = weightless(self.config)  # raises if the mixer cannot have this width
+        shown = self.config.mixer_config.get(mixer, {})
+        self.title = " ".join([mixer, *(f"{name}={value}" for name, value in shown.items())])
+        self.name = f"{self.title} {width}"
+        self.about = {
+            "name": self.title,
+            **self.identity,
+            "parameters": sum(parameter.numel() for parameter in self.shape.parameters()),
+        }
+
+    def state_size(self, setting: Setting) -> int:
+        """The numbers that the model keeps of one sequence."""
+        mixers = [module for module in self.shape.modules() if isinstance(module, Mixer)]
+        return int(sum(mixer.state_size(setting.length) for mixer in mixers))
+
+
+def _common(preset: Preset, seed: int) -> dict[str, Any]:
+    """The numbers of a preset and the seed, as they are read from a record."""
+    return json.loads(json.dumps({**preset.common(), "seed": seed}))
+
+
+def _shared(setting: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in setting.items() if k not in ("train", "test", "test_sha256")}
+
+
+def _picture(preset: Preset, common: dict[str, Any]) -> str:
+    """PRESET.png for the preset's own numbers and seed 0, else with a hash of what they are."""
+    if preset.name in PRESETS and common == _common(preset_of(preset.name), seed=0):
+        return f"{preset.name}.png"
+    return f"{preset.name}-{digest(common, 8)}.png"
+
+
+def _train(
+    learner: Learner, preset: Preset, group: Group, seed: int, device: str, say: Say
+) -> Trained:
+    what = f"{learner.title}, width {learner.config.hidden_size}"
+    if len(preset.groups) > 1:
+        what += ", " + " ".join(f"{s.setting.length}/{s.setting.pairs}" for s in group.train)
+    return train(
+        learner.config, preset, group, seed=seed, device=device,
+        say=lambda line: say(f"{what}: {line}"),
+    )  # fmt: skip
+
+
+def _measure(
+    trained: Callable[[], Trained], data: Examples, state: int, device: str, **_: Any
+) -> dict[str, Any]:
+    """The accuracy, None if training diverged at every rate, and how the model was trained."""
+    model, attempts, best = trained()
+    return {
+        "accuracy": None if model is None else accuracy(model, data.to(device)),
+        "learning_rate": None if best is None else best["learning_rate"],
+        "state_size": state,
+        "training": attempts,
+    }
+
+
+class Trained(NamedTuple):
+    """The best model, the results of all learning rates, and the best of these.
+
+    The model and the best result are None if the training diverged at every rate.
+    """
+
+    model: TrellisForCausalLM | None
+    attempts: list[dict[str, Any]]
+    best: dict[str, Any] | None
+
+
+def train(
+    config: TrellisConfig,
+    preset: Preset,
+    group: Group,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    say: Say = lambda line: None,
+) -> Trained:
+    """Trains a model at one learning rate after the other, until one is good enough.
+
+    With preset.every_rate all are tried. The best on validation examples is kept.
+    """
+    held_out = [
+        preset.examples(setting, preset.validation_examples, "validation", seed).to(device)
+        for setting in preset.validated(group)
+    ]
+    attempts: list[dict[str, Any]] = []
+    kept, best = None, None
+    for rate in preset.learning_rates:
+        model, attempt = _attempt(config, preset, group, rate, held_out, seed, device, say)
+        attempts.append(attempt)
+        if not attempt["diverged"] and (best is None or attempt["accuracy"] > best["accuracy"]):
+            kept, best = model, attempt
+        if best is not None and best["accuracy"] > preset.stop_at and not preset.every_rate:
+            break
+    return Trained(kept, attempts, best)
+
+
+def _attempt(
+    config: TrellisConfig,
+    preset: Preset,
+    group: Group,
+    rate: float,
+    held_out: list[Examples],
+    seed: int,
+    device: str,
+    say: Say,
+) -> tuple[TrellisForCausalLM, dict[str, Any]]:
+    """Trains at one learning rate: the model, and its learning curve."""
+    start = time.monotonic()
+    with torch.random.fork_rng():  # the same weights at every rate
+        torch.manual_seed(seed)
+        model = TrellisForCausalLM(config).to(device).train()
+    steps = preset.steps_of(group)
+    check_every = preset.check_every or preset.epoch_of(group)
+    section = TrainSection(
+        steps=steps, learning_rate=rate, min_learning_rate=0.0, warmup=preset.warmup,
+        weight_decay=preset.weight_decay, betas=list(preset.betas), seed=seed,
+    )  # fmt: skip
+    recipe = Recipe(train=section)
+    optimizer = build_optimizer(model, section, fused=False)
+    curve: list[dict[str, float]] = []
+    losses: list[float] = []
+    diverged = False
+    for step, data in zip(range(steps), batches(preset, group, seed)):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate(recipe, step)
+        inputs, labels = data.to(device)
+        loss = F.cross_entropy(query_logits(model, inputs, labels), labels[labels != IGNORED])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if preset.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), preset.clip)
+        optimizer.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            diverged = True
+            say(f"rate {rate:.2g}, step {step + 1}/{steps}: the loss is {losses[-1]}, given up")
+            break
+        if (step + 1) % check_every == 0 or step + 1 == steps:
+            right = _mean_accuracy(model, held_out)
+            mean = sum(losses) / len(losses)
+            losses.clear()
+            curve.append({"step": step + 1, "loss": mean, "accuracy": right})
+            say(f"rate {rate:.2g}, step {step + 1}/{steps}: loss {mean:.3f}, accuracy {right:.1%}")
+            if right > preset.stop_at:
+                break
+    return model.eval(), {
+        "learning_rate": rate,
+        "diverged": diverged,
+        "accuracy": None if diverged else curve[-1]["accuracy"],
+        "steps": step + 1,
+        "seconds": round(time.monotonic() - start, 2),
+        "curve": curve,
+    }
+
+
+def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
+    """Batches of one setting each, without end; an epoch has every training example once.
+
+    With preset.shuffle an epoch has a new order of batches; else one source follows another.
+    """
+    entries = [
+        (source, number) for source in group.train for number in range(preset.batches(source))
+    ]
+    easy, epoch = preset.easy_steps(group), 0
+    while True:
+        ordered = entries
+        if preset.shuffle:
+            order = np.random.default_rng([seed, epoch]).permutation(len(entries))
+            ordered = [entries[place] for place in order]
+        for source, number in _easy_first(ordered, easy):
+            rows = preset.rows(source.setting)
+            first = number * rows
+            count = min(rows, source.examples - first)
+            yield preset.examples(source.setting, count, "train", seed, first)
+        easy, epoch = 0, epoch + 1
+
+
+def _easy_first(entries: list[Entry], count: int) -> list[Entry]:
+    """The entries with `count` of those of the shortest sequences moved to the front."""
+    shortest = min(source.setting.length for source, _ in entries)
+    front = [entry for entry in entries if entry[0].setting.length == shortest][:count]
+    chosen = set(front)
+    return [*front, *(entry for entry in entries if entry not in chosen)]
+
+
+def _mean_accuracy(model: TrellisForCausalLM, held_out: list[Examples]) -> float:
+    model.eval()
+    found = [accuracy(model, data) for data in held_out]
+    model.train()
+    return sum(found) / len(found)
+
+
+def _tables(found: list[Record]) -> Iterator[Table]:
+    """One table for each width, mixers down and settings across."""
+    settings = sorted({tuple(record["setting"]["test"]) for record in found})
+    for width in dict.fromkeys(record["model"]["width"] for record in found):
+        here = [record for record in found if record["model"]["width"] == width]
+        rows = []
+        for name in dict.fromkeys(record["model"]["name"] for record in here):
+            of_name = {tuple(r["setting"]["test"]): r for r in here if r["model"]["name"] == name}
+            cells = [_cell(of_name[s]["result"]) if s in of_name else "" for s in settings]
+            last = of_name[max(of_name)]
+            state, parameters = last["result"]["state_size"], last["model"]["parameters"]
+            rows.append([name, *cells, f"{state:,}", f"{parameters:,}"])
+        heads = [f"{length}/{pairs}" for length, pairs in settings]
+        title = f"MQAR, width {width}: accuracy in % by tokens/pairs"
+        yield Table(title, ["mixer", *heads, "state", "parameters"], rows)
+
+
+def _cell(result: dict[str, Any]) -> str:
+    return "diverged" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f}"
+
+
+def _draw(found: list[Record], path: Path) -> None:
+    """Accuracy by the number of pairs, a panel for each width and a line for each mixer."""
+    widths = list(dict.fromkeys(record["model"]["width"] for record in found))
+    names = list(dict.fromkeys(record["model"]["name"] for record in found))
+    # The axis counts settings: two of them may have the same number of pairs.
+    settings = sorted({tuple(record["setting"]["test"]) for record in found},
+                      key=lambda setting: (setting[1], setting[0]))  # fmt: skip
+    size = (1.5 + 4.5 * len(widths), 4.5)
+    with figures.figure(path, len(widths), figsize=size, sharey=True, squeeze=False) as ((*axes,),):
+        for axis, width in zip(axes, widths):
+            for number, name in enumerate(names):
+                points = sorted(
+                    (settings.index(tuple(r["setting"]["test"])), 100 * r["result"]["accuracy"])
+                    for r in found
+                    if (r["model"]["width"], r["model"]["name"]) == (width, name)
+                    and r["result"]["accuracy"] is not None
+                )
+                x, y = [place for place, _ in points], [share for _, share in points]
+                style = "o-" if number < 10 else "s--"
+                axis.plot(x, y, style, color=f"C{number % 10}", label=name)
+            labels = [f"{pairs}\n({length})" for length, pairs in settings]
+            axis.set_xticks(range(len(settings)), labels)
+            axis.set(xlabel="pairs (tokens)", title=f"width {width}", ylim=(-3, 103))
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("accuracy, %")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
