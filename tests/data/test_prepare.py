@@ -453,7 +453,7 @@ def test_a_large_vocabulary_has_wider_ids(sources, tmp_path):
     )
     tokenizer["model"]["vocab"].update({f"unused{i}": i for i in range(257, 70_000)})
     wide = tmp_path / "wide.json"
-    wide.write_text(prepare.json.dumps(tokenizer))
+    wide.write_text(json.dumps(tokenizer))
     corpus = prepare_corpus(sources, tmp_path / "out", tokenizer=wide)
     assert corpus.manifest["dtype"] == "<u4"
     assert sorted(documents(corpus)) == sorted(texts_of(sources, tmp_path / "bytes"))

@@ -27,6 +27,9 @@ Sources = Annotated[list[str], typer.Argument(help=_SOURCES, metavar="SOURCE..."
 TextField = Annotated[
     str, typer.Option(help="The field that holds the text, in jsonl and in datasets of the hub.")
 ]
+TokenizerName = Annotated[
+    str, typer.Option(help="bytes, a tokenizer.json, a folder with one, or a name on the hub.")
+]
 CorpusFolder = Annotated[Path, typer.Argument(help="A folder that `trellis data prepare` wrote.")]
 
 #: How many skipped inputs are named on the terminal; all of them are in skipped.jsonl.
@@ -37,12 +40,7 @@ _NAMED = 5
 def prepare(
     sources: Sources,
     out: Annotated[Path, typer.Option(help="The folder to write, which must not exist yet.")],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="bytes, a tokenizer.json, a folder with one, or a name on the Hugging Face hub."
-        ),
-    ] = "bytes",
+    tokenizer: TokenizerName = "bytes",
     validation: Annotated[
         float, typer.Option(help="The share of documents to hold out for validation.")
     ] = 0.01,
@@ -138,9 +136,7 @@ def needles(
         list[str] | None,
         typer.Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
     ] = None,
-    tokenizer: Annotated[
-        str, typer.Option(help="The tokenizer that counts the tokens, as in prepare.")
-    ] = "bytes",
+    tokenizer: TokenizerName = "bytes",
     seed: Annotated[int, typer.Option(help="Seeds the random choices.")] = 0,
     force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:

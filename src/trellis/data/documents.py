@@ -61,15 +61,17 @@ class Skip:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A file that is not read because of its kind: its suffix, or one of the kinds below."""
+    """A file that is not read because of its kind: a suffix, or one of the kinds below."""
 
     kind: str
 
 
 Event = Piece | Skip | Ignored
 
+#: Kinds of ignored files besides suffixes.
 HIDDEN, LINK, CORPUS, NO_SUFFIX = "(hidden)", "(link)", "(corpus)", "(no suffix)"
 
+#: Categories of skipped inputs.
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
 BINARY = "binary (NUL bytes)"
@@ -144,10 +146,9 @@ def whole_text(text: str, name: str) -> Iterator[Event]:
 
 
 def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
+    """A long text in pieces. `data` is its first block."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    held = ""
-    done = 0
-    started = False
+    held, done, started = "", 0, False  # text to yield, bytes decoded, whether a piece was yielded
     trouble: Skip | None = None
     while trouble is None:
         zero = data.find(b"\0")
@@ -182,7 +183,7 @@ def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
 
 
 def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True) -> Iterator[Event]:
-    """One document for each line, named file:line. Blank lines are nothing.
+    """One document for each line, named file:line. Blank lines are left out.
 
     sure: the file is known to be jsonl. If not, all of it is skipped unless the first line that is
     not blank is an object.
