@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..checks import compute_dtype
 from ..mixers.trellis import MemoryInputs, TrellisMixer
+from ..ops.memory import value_write
 from ..ops.memory.activations import FUNCTIONS
-from ..ops.memory.interface import value_write
 
 
 class Pair(NamedTuple):

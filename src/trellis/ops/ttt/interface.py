@@ -90,7 +90,7 @@ def ttt_linear(
     )
     y, final = run(
         TTT(minibatch), (q, k, v, eta), (model, steps, *constants, offset.to(dtype)),
-        cu_seqlens=cu_seqlens, offsets=offsets, backend=backend,
+        cu_seqlens=cu_seqlens, offset=offset, backend=backend,
     )  # fmt: skip
     y = y.to(q.dtype)
     if not output_final_state:
