@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and what surrounds it: autocast, torch.compile, torch.func."""
+"""Which implementation of an op runs; and what it runs in: autocast, torch.compile, torch.func."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Recurrence:
 
     #: Tokens per chunk. Where a recurrence works in mini-batches, a chunk is a mini-batch.
     chunk: int = 64
-    #: Tokens of a segment, counted over all sequences: what a segment computes should fit in caches.
+    #: Tokens of a segment, counted over all sequences; what it computes should fit in caches.
     segment_tokens: ClassVar[int] = 1024
     #: The fewest tokens of a segment, counted in each sequence. A state is kept for every segment
     #: and should take less memory than the inputs of the segment.
@@ -330,7 +330,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         # saved_tensors is read once: activation checkpointing allows no more.
-        return None, None, None, None, *_Gradients.apply(*ctx.setting, *gradients, *ctx.saved_tensors)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *_Gradients.apply(*ctx.setting, *gradients, *ctx.saved_tensors),
+        )
 
 
 class _Gradients(torch.autograd.Function):
@@ -384,9 +390,3 @@ def _flat(inputs: Sequence[Tensor | None]) -> Inputs:
 def replaced(old: Tensor, new: Tensor) -> Tensor:
     """`old` with its first rows exchanged for `new`."""
     return new if len(new) == len(old) else torch.cat([new, old[len(new) :]])
-
-
-def given(x: Tensor | None) -> Tensor:
-    """An input that a recurrence cannot do without."""
-    assert x is not None
-    return x

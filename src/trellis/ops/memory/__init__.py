@@ -284,9 +284,7 @@ def _checked(
     start = _start("initial_state.keys", k, alpha, state and state.key_pass, count, cu_seqlens)
     keys = Pass(k, alpha, log_betas[0], gammas[0], phi, False, start)
     x, target, phi, transposed = value_write(v, alpha, phi, value_pass)
-    start = _start(
-        "initial_state.values", x, target, state and state.value_pass, count, cu_seqlens
-    )
+    start = _start("initial_state.values", x, target, state and state.value_pass, count, cu_seqlens)
     values = Pass(x, target, log_betas[1], gammas[1], phi, transposed, start)
     return Call(q, keys, values, f, psi, count, cu_seqlens)
 

@@ -268,7 +268,7 @@ class _Chunks:
         if slope is not None:
             dcode = slope * step_size * dwrites
         shape = dstate[0].shape
-        dstarts = (current.view(shape),)
+        dstarts: Tensors = (current.view(shape),)
         if self.stale:
             dstarts += (dstart.view(shape), dstate[2])
         return dz, dcode, dwrites, dafter, to_end, dstarts

@@ -42,10 +42,7 @@ def compress_reference(
         memory = decay[..., None, None] * memory
         memory = torch.addcmul(memory, write[..., None], x_t.unsqueeze(-2), value=-1)
         outputs.append(_product(query_t, memory if transposed else memory.mT))
-    if outputs:
-        y = torch.stack(outputs, dim=1)
-    else:
-        y = torch.zeros_like(x if transposed else target)
+    y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x if transposed else target)
     return y, (memory, *stale)
 
 

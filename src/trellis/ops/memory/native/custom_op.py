@@ -1,7 +1,7 @@
 """The fused kernel as custom operators of PyTorch: one node of the graph for both passes.
 
-A call is a list of tensors with their names, and options in a text such as "phi1=silu minibatch=16".
-The kernel finds both by name (call.h), so an option or a tensor is added here and where it is used.
+A call is a list of tensors with their names, and options in a text such as "phi1=silu f=softmax".
+The kernel finds both by name (call.h): a new option or tensor is named here and where it is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SOURCE = build.Source(
     shared=("simd.h",),
 )
 
-#: What the passes read of the tokens: x and target (t) of each, and the gates. What both passes share
-#: is given once: t2, log_decay2 and step_size2 may be left out.
+#: What the passes read of the tokens: x and target (t) of each, and the gates. What both passes
+#: share is given once: t2, log_decay2 and step_size2 may be left out.
 INPUTS = ("q", "x1", "t1", "x2", "t2", "log_decay1", "step_size1", "log_decay2", "step_size2")
 #: The memories of both passes. The anchors, and the offset, are given in stale mode only.
 STATES = ("first", "second", "first_anchor", "second_anchor")
@@ -105,12 +105,13 @@ def run(call: Call) -> tuple[Tensor, MemoryState]:
     y, first, second, *rest = memory(list(tensors.values()), " ".join(tensors), options, graded)
     if start.offset is None:
         return y, MemoryState(first, second)
-    return y, MemoryState(first, second, *rest[:2], start.moved_on(call.read, call.minibatch))
+    offset = start.moved_on(call.read, call.minibatch)
+    return y, MemoryState(first, second, rest[0], rest[1], offset)
 
 
 @torch.library.custom_op("trellis::memory", mutates_args=(), device_types="cpu")
 def memory(tensors: list[Tensor], names: str, options: str, save: bool) -> list[Tensor]:
-    """y, the final states, and if `save` the memories that the backward starts its segments from."""
+    """y, the final states, and if `save` the memories at the starts of the backward's segments."""
     given = dict(zip(names.split(), tensors))
     if "cu_seqlens" in given:
         checks.bounds(given["cu_seqlens"], given["q"].shape[1])
@@ -172,7 +173,8 @@ def _call(function: str, options: str, tensors: dict[str, Tensor], filled: list[
     """Call the kernel. filled: those of the tensors that it is to fill."""
     for x in filled:
         in_large_pages(x)
-    ready, numbers = [], []
+    ready: list[Tensor] = []
+    numbers: list[int] = []
     for name, x in tensors.items():
         # Of [B, T, H, n] only the last dimension has to be contiguous, of [B, T, H] none.
         strided = name in INPUTS or name == "dy"
