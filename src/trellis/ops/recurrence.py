@@ -330,13 +330,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         # saved_tensors is read once: activation checkpointing allows no more.
-        return (
-            None,
-            None,
-            None,
-            None,
-            *_Gradients.apply(*ctx.setting, *gradients, *ctx.saved_tensors),
-        )
+        found = _Gradients.apply(*ctx.setting, *gradients, *ctx.saved_tensors)
+        return None, None, None, None, *found
 
 
 class _Gradients(torch.autograd.Function):

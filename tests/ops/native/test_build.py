@@ -12,7 +12,6 @@ from tests.support import problem
 
 from trellis.ops import trellis_memory
 from trellis.ops.memory.native import custom_op
-from trellis.ops.memory.native import custom_op
 from trellis.ops.native import build
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
