@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trellis.mixers import build_mixer
 from trellis.ops import trellis_memory, trellis_memory_step
-from trellis.ops.memory.native import custom_op
+from trellis.ops.memory import custom_op
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 

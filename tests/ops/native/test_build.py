@@ -11,7 +11,7 @@ import torch
 from tests.support import problem
 
 from trellis.ops import trellis_memory
-from trellis.ops.memory.native import custom_op
+from trellis.ops.memory import custom_op
 from trellis.ops.native import build
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
@@ -82,7 +82,7 @@ def test_targets_are_checked():
 
 
 FIRST_USE = """
-from trellis.ops.memory.native import custom_op
+from trellis.ops.memory import custom_op
 from trellis.ops.native import build
 build.open_library(build.library(custom_op.SOURCE, "portable"))
 """

@@ -10,9 +10,9 @@ from torch import Tensor
 from ... import checks
 from ..dispatch import BACKENDS, Backend, Backends
 from ..recurrence import run
+from . import custom_op
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .chunked import Compression
-from .native import custom_op
 from .state import Call, MemoryState, Pass, PassState, anchored, tokens_read
 
 __all__ = [

@@ -1,5 +1,5 @@
 // The two-pass compression memory: forward and backward, one (sequence, head) at a time. No torch
-// headers: Python calls the C functions at the end of this file (see custom_op.py).
+// headers: Python calls the C functions at the end of this file (see ../custom_op.py).
 #include <cstdlib>
 #include <memory>
 #include <new>

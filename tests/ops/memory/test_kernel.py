@@ -6,7 +6,7 @@ from tests.support import problem, relative_rms
 
 from trellis.mixers import build_mixer
 from trellis.ops import compress, trellis_memory
-from trellis.ops.memory.native import custom_op
+from trellis.ops.memory import custom_op
 from trellis.ops.native import build
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")

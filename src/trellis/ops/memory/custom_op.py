@@ -1,7 +1,7 @@
 """The fused kernel as custom operators of PyTorch: one node of the graph for both passes.
 
 A call is a list of tensors with their names, and options in a text such as "phi1=silu f=softmax".
-The kernel finds both by name (call.h): a new option or tensor is named here and where it is used.
+The kernel finds both by name (native/call.h): a new one is named here and where it is used.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import checks
-from ...dispatch import constant_when_compiled, refuse_double_backward
-from ...native import build
-from ...native.pages import in_large_pages
-from ..state import Call, MemoryState
+from ... import checks
+from ..dispatch import constant_when_compiled, refuse_double_backward
+from ..native import build
+from ..native.pages import in_large_pages
+from .state import Call, MemoryState
 
 SOURCE = build.Source(
     "memory",
-    Path(__file__).parent,
+    Path(__file__).parent / "native",
     headers=("activations.h", "call.h", "pass.h", "step.h"),
     shared=("simd.h",),
 )
