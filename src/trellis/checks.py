@@ -120,10 +120,14 @@ def dimensions(name: str, tensor: Tensor, letters: str) -> None:
 
 
 def not_empty(name: str, tensor: Tensor, letters: str) -> None:
-    """[B, T, ...]: there may be no sequences and no tokens, but not no heads and no channels."""
-    if 0 in tensor.shape[2:]:
+    """A batch may have no sequences (B = 0) or no tokens (T = 0); every other size is at least 1.
+
+    letters: the shape in an error message, such as "[B,T,H,K]" or, without tokens, "[B,H,K]".
+    """
+    leading = "B and T" if "T" in letters else "B"
+    if 0 in tensor.shape[2 if "T" in letters else 1 :]:
         raise ValueError(
-            f"{name} must have shape {letters} with sizes of at least 1 behind B and T; "
+            f"{name} must have shape {letters} with sizes of at least 1 behind {leading}; "
             f"got {list(tensor.shape)}"
         )
 
@@ -138,11 +142,13 @@ def parts(name: str, given: object, counts: Sequence[int], what: str) -> tuple[A
 
 
 def offsets(offset: Tensor, minibatch: int) -> list[int]:
-    """How many tokens of its mini-batch each sequence has read, as numbers."""
+    """How many tokens of its mini-batch each sequence has read, as numbers; zeros for meta."""
     if not isinstance(offset, Tensor):
         raise TypeError(f"initial_state.offset must be a tensor; got {type(offset).__name__}")
     if offset.is_floating_point() or offset.dtype == torch.bool:
         raise TypeError(f"initial_state.offset must be of an integer type; got {offset.dtype}")
+    if offset.is_meta:  # a tensor without numbers
+        return [0] * len(offset)
     found = [int(o) for o in offset.tolist()]
     if any(not 0 <= o < minibatch for o in found):
         raise ValueError(
@@ -178,6 +184,8 @@ def sequences(batch: int, cu_seqlens: Tensor | None, device: torch.device) -> in
 
 def bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
     """The bounds of a pack of `tokens` tokens as numbers."""
+    if cu_seqlens.is_meta:
+        raise ValueError("cu_seqlens must hold numbers; got a tensor on meta, which has none")
     found = [int(bound) for bound in cu_seqlens.tolist()]
     falls = any(after < before for before, after in zip(found, found[1:]))
     if found[0] != 0 or found[-1] != tokens or falls:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..ops import MemoryState, trellis_memory, trellis_memory_step, unit_length
-from ..ops.memory import BACKENDS
+from ..ops.memory import BACKENDS, MODES, VALUE_PASSES
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
-from ..ops.memory.start import MODES, VALUE_PASSES
 from .base import Mixer, head_dim_of
 from .layers import (
     DecayGate,

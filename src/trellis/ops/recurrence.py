@@ -1,9 +1,11 @@
-"""Recurrences with a state of fixed size: token by token, or in segments of chunks.
+"""Recurrences with a state of fixed size, over batches and packs of sequences.
 
-A `Recurrence` defines itself twice: `reference`, token after token, and `forward`, the same for
-some chunks at once in matrix form. `run` takes it over batches and packs. The chunked run keeps
-for its backward the inputs and the states at segment starts; a segment's own intermediates are
-computed again when its gradients are due, so they never exist for more than one segment.
+A `Recurrence` defines itself twice: `reference` computes token after token, and `forward` computes
+some chunks of tokens at once, in matrix form. `run` takes either over all sequences.
+
+The chunked run goes through the sequences in segments of several chunks. For its backward it keeps
+the inputs and the states at the segments' starts. What a segment computes on the way is computed
+again when its gradients are due, so it never exists for more than one segment.
 """
 
 from __future__ import annotations
@@ -13,31 +15,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import checks
-from .dispatch import VARIABLE, asked_backend, no_autocast, uncompiled, under_transform
-from .layout import ChunkLayout, ChunkRows
-
-#: Tokens of a segment, counted over all sequences: what a segment computes should fit in caches.
-SEGMENT_TOKENS = 1024
-
-#: Tokens of a segment, at least, counted in each sequence: a state is kept for every segment, and
-#: is to take less than the inputs of the segment.
-SEGMENT_LEAST = 64
-
-#: What every function on a recurrence accepts. The memory has backends of its own beside these.
-BACKENDS = ("auto", "reference", "chunked")
+from .dispatch import Backend, Backends, no_autocast, refuse_double_backward, uncompiled
 
 Tensors = tuple[Tensor, ...]
-#: Inputs may be left out where a recurrence has a cheaper form without them.
+#: An input may be None where a recurrence has a cheaper form without it, such as no decay.
 Inputs = tuple[Tensor | None, ...]
 
 
 class Rounds(NamedTuple):
     """The chunks of a segment: round i holds one chunk of each of the first counts[i] sequences.
 
-    empty: [chunks, C], places that hold no token; None if all do. Inputs are zero there.
+    empty: [chunks, C], True at places that hold no token; None if all do. Inputs are zero there.
     """
 
     counts: list[int]
@@ -50,14 +40,26 @@ class Rounds(NamedTuple):
             ends.append(ends[-1] + count * heads)
         return [slice(begin, end) for begin, end in zip(ends, ends[1:])]
 
+    def last_rows(self, heads: int, device: torch.device) -> Tensor:
+        """[counts[0] * heads]: the row of each sequence's and head's last chunk in the segment."""
+        last = torch.empty(self.counts[0] * heads, dtype=torch.long, device=device)
+        for part in self.parts(heads):
+            last[: part.stop - part.start] = torch.arange(part.start, part.stop, device=device)
+        return last
+
 
 class Recurrence:
     """Subclasses are frozen dataclasses of their options."""
 
-    #: Tokens per chunk.
+    #: Tokens per chunk. Where a recurrence works in mini-batches, a chunk is a mini-batch.
     chunk: int = 64
-    #: How many of the states, the first ones, `backward` has to have from every segment. The others
-    #: are kept once for all.
+    #: Tokens of a segment, counted over all sequences; what it computes should fit in caches.
+    segment_tokens: ClassVar[int] = 1024
+    #: The fewest tokens of a segment, counted in each sequence. A state is kept for every segment
+    #: and should take less memory than the inputs of the segment.
+    segment_least: ClassVar[int] = 64
+    #: How many of the state's tensors, the first ones, differ from segment to segment in what
+    #: `backward` reads of them. The others are kept once. None stands for all.
     changing: ClassVar[int | None] = None
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
@@ -86,10 +88,27 @@ class Recurrence:
     ) -> tuple[Inputs, Tensors]:
         """Gradients of `forward` for inputs and state, given those of y and of the state after.
 
-        `state` is as `forward` had it, but for those that do not change (see `changing`), which
-        are as before the first segment.
+        `state` is what `forward` had, but for the tensors beyond `changing`, which are those
+        before the first segment.
         """
         raise NotImplementedError
+
+
+class Call(NamedTuple):
+    """What `run` computes; see there."""
+
+    recurrence: Recurrence
+    inputs: Inputs
+    state: Tensors
+    cu_seqlens: Tensor | None
+    offset: Tensor | None
+
+    @property
+    def first(self) -> Tensor:
+        """The first input, which is always given: [B, T, heads, ...]."""
+        first = self.inputs[0]
+        assert first is not None
+        return first
 
 
 def run(
@@ -98,75 +117,30 @@ def run(
     state: Tensors,
     *,
     cu_seqlens: Tensor | None = None,
-    offsets: list[int] | None = None,
+    offset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensors]:
     """y [B, T, heads, width] and the final states, in the dtype of `state`.
 
-    inputs: [B, T, heads, ...] each, B = 1 with cu_seqlens. state: [N, ...] each, of the dtype that
-    is computed in. offsets: for recurrences over mini-batches, how many tokens of the mini-batch
-    under way each sequence has read.
+    inputs: [B, T, heads, ...] each, B = 1 with cu_seqlens. state: [N, ...] each, in the dtype of
+    the computation. offset: [N], integer, for recurrences over mini-batches: how many tokens of
+    the mini-batch under way each sequence has read.
     """
     checks.choice("backend", backend, BACKENDS)
-    first = inputs[0]
-    assert first is not None
-    if _chosen(backend, first.shape[1], cu_seqlens) == "reference":
-        return _run_reference(recurrence, inputs, state, cu_seqlens)
-    return _run_chunked(recurrence, inputs, state, cu_seqlens, offsets)
+    call = Call(recurrence, inputs, state, cu_seqlens, offset)
+    one_token = cu_seqlens is None and call.first.shape[1] == 1
+    return _BACKENDS.choose(backend, call, one_token=one_token).run(call)
 
 
-def _chosen(backend: str, tokens: int, cu_seqlens: Tensor | None) -> str:
-    """The backend to run. "auto" asks the environment variable TRELLIS_BACKEND first."""
-    named = backend
-    if backend == "auto":
-        backend = asked_backend()
-    if backend == "triton":
-        raise NotImplementedError(
-            f"{VARIABLE}='triton' is not part of this version; use 'auto', 'native', 'chunked' or "
-            "'reference'"
-        )
-    if backend == "reference":
-        return "reference"
-    if under_transform():  # which a backward of our own would be opaque to
-        if named == "chunked":
-            raise RuntimeError(
-                "backend='chunked' cannot run inside torch.func or forward-mode differentiation; "
-                "use 'auto' or 'reference'"
-            )
-        return "reference"
-    if backend != "chunked" and tokens == 1 and cu_seqlens is None:
-        return "reference"  # a decoding step: nothing to put in chunks
-    return "chunked"
-
-
-@uncompiled
-def _run_chunked(
-    recurrence: Recurrence,
-    inputs: Inputs,
-    state: Tensors,
-    cu_seqlens: Tensor | None,
-    offsets: list[int] | None,
-) -> tuple[Tensor, Tensors]:
-    first = inputs[0]
-    assert first is not None
-    batch, tokens = first.shape[:2]
-    layout = ChunkLayout.of(batch, tokens, cu_seqlens, recurrence.chunk, first.device, offsets)
-    graded = torch.is_grad_enabled()  # which inside of an autograd.Function is always off
-    y, *final = _Chunked.apply(recurrence, layout, graded, len(inputs), *inputs, *state)
-    return y, tuple(final)
-
-
-def _run_reference(
-    recurrence: Recurrence, inputs: Inputs, state: Tensors, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensors]:
-    first = inputs[0]
-    assert first is not None
-    with no_autocast(first.device):
-        inputs = tuple(None if x is None else x.to(state[0].dtype) for x in inputs)
+def _run_reference(call: Call) -> tuple[Tensor, Tensors]:
+    recurrence, inputs, state, cu_seqlens, _ = call
+    with no_autocast(call.first.device):
+        dtype = state[0].dtype
+        inputs = tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in inputs)
         if cu_seqlens is None:
             return recurrence.reference(inputs, state)
-        bounds = checks.bounds(cu_seqlens, first.shape[1])
-        if len(bounds) == 1:  # a pack of nothing
+        bounds = checks.bounds(cu_seqlens, call.first.shape[1])
+        if len(bounds) == 1:  # a pack of no sequences
             return recurrence.reference(inputs, state)
         runs = [
             recurrence.reference(
@@ -179,26 +153,145 @@ def _run_reference(
         return torch.cat([y for y, _ in runs], dim=1), tuple(torch.cat(parts) for parts in finals)
 
 
-class _Segment(NamedTuple):
-    rows: ChunkRows
-    rounds: Rounds
+@uncompiled
+def _run_chunked(call: Call) -> tuple[Tensor, Tensors]:
+    recurrence, inputs, state, _, _ = call
+    layout = _layout(call)
+    graded = torch.is_grad_enabled()  # inside an autograd.Function it is always off
+    y, *final = _Chunked.apply(recurrence, layout, graded, len(inputs), *inputs, *state)
+    return y, tuple(final)
 
 
-def _segments(layout: ChunkLayout) -> list[tuple[int, int]]:
-    """(first, stop) of the rounds of every segment. On meta there is nothing to compute."""
-    found, first = [], 0
-    while first < layout.chunks and layout.device.type != "meta":
-        tokens = max(SEGMENT_LEAST, SEGMENT_TOKENS // layout.active(first))
-        rounds = max(1, tokens // layout.chunk)
-        stop = min(first + rounds, layout.chunks)
-        found.append((first, stop))
-        first = stop
-    return found
+_BACKENDS = Backends(
+    Backend("chunked", _run_chunked, one_token=False),
+    Backend("reference", _run_reference),
+)
+#: What the argument `backend` of an op on a recurrence may be.
+BACKENDS = _BACKENDS.names
 
 
-def _segment(layout: ChunkLayout, first: int, stop: int) -> _Segment:
-    rows = layout.segment_rows(first, stop)
-    return _Segment(rows, Rounds([layout.active(i) for i in range(first, stop)], rows.empty))
+def _layout(call: Call) -> ChunkLayout:
+    first = call.first
+    batch, tokens = first.shape[:2]
+    chunk = call.recurrence.chunk
+    if call.cu_seqlens is None:
+        bounds = [n * tokens for n in range(batch + 1)]
+    else:
+        bounds = checks.bounds(call.cu_seqlens, tokens)
+    offsets = [0] * (len(bounds) - 1)
+    if call.offset is not None:
+        offsets = checks.offsets(call.offset, chunk)
+    return ChunkLayout(bounds, offsets, chunk, first.device)
+
+
+class ChunkLayout:
+    """Which tokens the i-th chunk of every sequence holds.
+
+    Sequences may differ in length (a pack) and, where chunks are mini-batches, in where their
+    first one starts: a sequence that goes on after `offset` tokens of a mini-batch leaves the
+    first `offset` places of its first chunk empty. Sequences are sorted by their number of chunks,
+    the longest first, so that those that have a chunk i are the first `active(i)` of them.
+    """
+
+    def __init__(self, bounds: list[int], offsets: list[int], chunk: int, device: torch.device):
+        """Sequence n holds rows bounds[n] to bounds[n + 1] of the flat token axis."""
+        starts = bounds[:-1]
+        lengths = [end - start for start, end in zip(starts, bounds[1:])]
+        # An empty sequence has no chunks, whatever its offset.
+        reach = [o + length if length else 0 for o, length in zip(offsets, lengths)]
+        counts = [-(-r // chunk) for r in reach]
+        order = sorted(range(len(counts)), key=lambda n: -counts[n])
+        self.chunk = chunk
+        self.device = device
+        #: Whether the sequences are sorted as they are given.
+        self.in_order = order == list(range(len(order)))
+        self.order = torch.tensor(order, dtype=torch.long, device=device)
+        counts = [counts[n] for n in order]
+        self.chunks = counts[0] if counts else 0
+        self._first = [starts[n] - offsets[n] for n in order]
+        self._offsets = [offsets[n] for n in order]
+        self._reach = [reach[n] for n in order]
+        self._active = [sum(c > i for c in counts) for i in range(self.chunks)]
+
+    def active(self, i: int) -> int:
+        """How many sequences have a chunk i."""
+        return self._active[i]
+
+    def sort(self, state: Tensor) -> Tensor:
+        """[N, ...] in the order of sequences that chunks come in.
+
+        Not a copy where none is needed: what is kept for the backward is then the caller's tensor.
+        """
+        return state if self.in_order else state.index_select(0, self.order)
+
+    def unsort(self, state: Tensor) -> Tensor:
+        """The reverse of `sort`; always a copy."""
+        return torch.empty_like(state).index_copy_(0, self.order, state)
+
+    def segments(self, recurrence: Recurrence) -> list[tuple[int, int]]:
+        """(first, stop) of the rounds of every segment; none on meta, where nothing is computed."""
+        found, first = [], 0
+        while first < self.chunks and self.device.type != "meta":
+            shared = recurrence.segment_tokens // self.active(first)
+            rounds = max(1, max(recurrence.segment_least, shared) // self.chunk)
+            stop = min(first + rounds, self.chunks)
+            found.append((first, stop))
+            first = stop
+        return found
+
+    def rows(self, first: int, stop: int) -> tuple[ChunkRows, Rounds]:
+        """Chunks first .. stop - 1 of all sequences, round by round.
+
+        A single round is no wider than the longest of its chunks.
+        """
+        width = self.chunk
+        if stop - first == 1:
+            width = min(width, max(self._reach[: self.active(first)]) - first * self.chunk)
+        which = [n for i in range(first, stop) for n in range(self.active(i))]
+        begin = [i * self.chunk for i in range(first, stop) for _ in range(self.active(i))]
+        place = self._column(begin) + torch.arange(width, device=self.device)
+        tokens = self._column([self._first[n] for n in which]) + place
+        low, high = [self._offsets[n] for n in which], [self._reach[n] for n in which]
+        empty = None
+        if not all(lo <= b and b + width <= hi for lo, b, hi in zip(low, begin, high)):
+            empty = (place < self._column(low)) | (place >= self._column(high))
+        return ChunkRows(tokens, empty), Rounds(self._active[first:stop], empty)
+
+    def _column(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)[:, None]
+
+
+class ChunkRows:
+    """The tokens of n chunks: rows [n, c] of the flat token axis; `empty` as in Rounds."""
+
+    def __init__(self, rows: Tensor, empty: Tensor | None):
+        self.shape = rows.shape
+        self.empty = empty
+        self.rows = rows.flatten() if empty is None else rows.masked_fill(empty, 0).flatten()
+        self.filled = None if empty is None else (~empty).flatten().nonzero().squeeze(1)
+
+    def take(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens, H, ...] -> [n * H, c, ...], zeros in empty places."""
+        n, c = self.shape
+        taken = flat.index_select(0, self.rows).to(dtype)
+        taken = taken.view(n, c, *flat.shape[1:])
+        if self.empty is not None:
+            taken = taken.masked_fill(self.empty.view(n, c, *[1] * (flat.dim() - 1)), 0)
+        return taken.transpose(1, 2).reshape(n * flat.shape[1], c, *flat.shape[2:])
+
+    def take_all(self, flat: Inputs, dtype: torch.dtype) -> Inputs:
+        return tuple(None if x is None else self.take(x, dtype) for x in flat)
+
+    def put(self, flat: Tensor, values: Tensor) -> None:
+        """The reverse of `take`: [n * H, c, ...] into the rows of flat [tokens, H, ...]."""
+        n, c = self.shape
+        heads = flat.shape[1]
+        values = values.view(n, heads, c, *flat.shape[2:]).transpose(1, 2)
+        values = values.reshape(n * c, heads, *flat.shape[2:]).to(flat.dtype)
+        if self.filled is None:
+            flat.index_copy_(0, self.rows, values)
+        else:
+            flat.index_copy_(0, self.rows[self.filled], values[self.filled])
 
 
 class _Chunked(torch.autograd.Function):
@@ -211,8 +304,9 @@ class _Chunked(torch.autograd.Function):
         count: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        """tensors: `count` inputs, then the states."""
         inputs = tensors[:count]
-        state = tuple(_sorted(layout, s) for s in tensors[count:] if s is not None)
+        state = tuple(layout.sort(s) for s in tensors[count:] if s is not None)
         dtype = state[0].dtype
         flat = _flat(inputs)
         assert flat[0] is not None
@@ -221,40 +315,56 @@ class _Chunked(torch.autograd.Function):
         kept: list[Tensor] = []
         keep = graded and any(ctx.needs_input_grad)
         with no_autocast(layout.device):
-            for first, stop in _segments(layout):
-                rows, rounds = _segment(layout, first, stop)
+            for first, stop in layout.segments(recurrence):
+                rows, rounds = layout.rows(first, stop)
                 before = tuple(s[: rounds.counts[0]] for s in state)
                 if keep:
                     kept += before[: recurrence.changing] if kept else before
-                out, after = recurrence.forward(_taken(rows, flat, dtype), before, rounds)
+                out, after = recurrence.forward(rows.take_all(flat, dtype), before, rounds)
                 rows.put(y, out)
                 state = tuple(replaced(old, new) for old, new in zip(state, after))
         ctx.save_for_backward(*inputs, *kept)
-        ctx.setting = recurrence, layout, count
+        ctx.setting = recurrence, layout, count, len(state)
         return y.view(*inputs[0].shape[:2], *y.shape[1:]), *(layout.unsort(s) for s in state)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *dfinal: Tensor) -> tuple[Any, ...]:
-        recurrence, layout, count = ctx.setting
-        tensors = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
-        inputs, kept = tensors[:count], list(tensors[count:])
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # saved_tensors is read once: activation checkpointing allows no more.
+        found = _Gradients.apply(*ctx.setting, *gradients, *ctx.saved_tensors)
+        return None, None, None, None, *found
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward of _Chunked: a function of its own, whose derivative is refused in words."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recurrence: Recurrence,
+        layout: ChunkLayout,
+        count: int,
+        states: int,
+        dy: Tensor,
+        *tensors: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """tensors: the gradients of the final states, the inputs, the states that were kept."""
+        dstate = tuple(layout.sort(d) for d in tensors[:states])
+        inputs, kept = tensors[states : states + count], list(tensors[states + count :])
         flat = _flat(inputs)
         grads = [None if x is None else torch.empty_like(x) for x in flat]
         dy = dy.flatten(0, 1)
-        dstate = tuple(_sorted(layout, d) for d in dfinal)
         dtype = dstate[0].dtype
-        changing = len(dstate) if recurrence.changing is None else recurrence.changing
-        constant = kept[changing : len(dstate)]
-        del kept[changing : len(dstate)]
+        changing = states if recurrence.changing is None else recurrence.changing
+        constant = kept[changing:states]
+        del kept[changing:states]
         with no_autocast(layout.device):
-            for first, stop in reversed(_segments(layout)):
-                rows, rounds = _segment(layout, first, stop)
+            for first, stop in reversed(layout.segments(recurrence)):
+                rows, rounds = layout.rows(first, stop)
                 n = rounds.counts[0]
                 state = (*kept[-changing:], *(s[:n] for s in constant))
                 del kept[-changing:]
                 dinputs, before = recurrence.backward(
-                    _taken(rows, flat, dtype), state, rounds,
+                    rows.take_all(flat, dtype), state, rounds,
                     rows.take(dy, dtype), tuple(d[:n] for d in dstate),
                 )  # fmt: skip
                 for whole, part in zip(grads, dinputs):
@@ -262,23 +372,16 @@ class _Chunked(torch.autograd.Function):
                         rows.put(whole, part)
                 dstate = tuple(replaced(old, new) for old, new in zip(dstate, before))
         shaped = (None if g is None else g.view_as(x) for g, x in zip(grads, inputs))
-        return None, None, None, None, *shaped, *(layout.unsort(d) for d in dstate)
+        return *shaped, *(layout.unsort(d) for d in dstate)
 
-
-def _sorted(layout: ChunkLayout, state: Tensor) -> Tensor:
-    """Not a copy where none is needed: what is kept is then what the caller has."""
-    return state if layout.in_order else layout.sort(state)
+    backward = staticmethod(refuse_double_backward)
 
 
 def _flat(inputs: Sequence[Tensor | None]) -> Inputs:
-    """One axis of tokens, contiguous."""
+    """[B, T, ...] each -> [B * T, ...], contiguous."""
     return tuple(None if x is None else x.flatten(0, 1).contiguous() for x in inputs)
 
 
-def _taken(rows: ChunkRows, flat: Inputs, dtype: torch.dtype) -> Inputs:
-    return tuple(None if x is None else rows.take(x, dtype) for x in flat)
-
-
 def replaced(old: Tensor, new: Tensor) -> Tensor:
-    """The first rows of `old` exchanged for `new`."""
+    """`old` with its first rows exchanged for `new`."""
     return new if len(new) == len(old) else torch.cat([new, old[len(new) :]])

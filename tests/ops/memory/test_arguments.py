@@ -4,7 +4,13 @@ import pytest
 import torch
 from tests.support import problem
 
-from trellis.ops import MemoryState, causal_convolution, compress, trellis_memory
+from trellis.ops import (
+    MemoryState,
+    causal_convolution,
+    compress,
+    trellis_memory,
+    trellis_memory_step,
+)
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
@@ -85,6 +91,34 @@ def test_a_query_of_the_wrong_side():
             given["q"], given["k"], given["alpha"], given["log_beta"], given["gamma"],
             transposed=True,
         )  # fmt: skip
+
+
+EMPTY = [("heads", "q"), ("key", "q"), ("value", "v"), ("slots", "alpha")]
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "chunked", "reference"])
+@pytest.mark.parametrize(("size", "named"), EMPTY)
+def test_a_size_of_zero(size, named, backend):
+    given = {n: t.float() for n, t in problem(**{size: 0}).tensors.items() if n in NAMES}
+    with pytest.raises(ValueError, match=rf"{named} must have shape .* with sizes of at least 1"):
+        trellis_memory(**given, backend=backend)
+    token = {name: tensor[:, 0] for name, tensor in given.items()}
+    with pytest.raises(ValueError, match=rf"{named} must have shape \[B,H,.* of at least 1"):
+        trellis_memory_step(**token, backend=backend)
+
+
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+def test_on_meta(mode):
+    """Shapes without numbers: whole sequences, a step, and the states that they leave."""
+    given = {name: tensor.to("meta") for name, tensor in arguments().items()}
+    y, state = trellis_memory(**given, mode=mode, output_final_state=True)
+    assert (y.device.type, y.shape) == ("meta", (2, 20, 2, 10))
+    token = {name: tensor[:, 0] for name, tensor in given.items()}
+    y, after = trellis_memory_step(**token, mode=mode, initial_state=state)
+    assert (y.device.type, y.shape) == ("meta", (2, 2, 10))
+    assert [None if t is None else t.shape for t in after] == [
+        None if t is None else t.shape for t in state
+    ]
 
 
 def test_tail_of_a_convolution():

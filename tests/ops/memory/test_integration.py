@@ -3,12 +3,12 @@
 import pytest
 import torch
 from tests.support import problem, relative_rms
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from trellis.mixers import build_mixer
-from trellis.ops import trellis_memory
-from trellis.ops.memory import library
-from trellis.ops.memory.native import library as native
+from trellis.ops import trellis_memory, trellis_memory_step
+from trellis.ops.memory import custom_op
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
@@ -25,23 +25,27 @@ def gradients(function, case):
 
 
 every_backend = pytest.mark.parametrize("backend", ["chunked", "native", "auto"])
+#: The portable path is one break of the graph; the kernel is one op in it.
+every_compiled = pytest.mark.parametrize(
+    ("backend", "whole"), [("chunked", False), ("native", True), ("auto", True)]
+)
 
 
-@every_backend
+@every_compiled
 @pytest.mark.parametrize("mode", ["exact", "stale"])
-def test_compile_sees_one_op(mode, backend):
+def test_compile_sees_one_op(mode, backend, whole):
     case = problem(mode=mode)
 
     def run(*tensors):
         return trellis_memory(*tensors, backend=backend, **case.options)[0]
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=whole, backend="aot_eager")
     for one, other in zip(gradients(compiled, case), gradients(run, case)):
         assert relative_rms(one, other) < 1e-6
 
 
-@every_backend
-def test_compile_of_packed_sequences_with_states(backend):
+@every_compiled
+def test_compile_of_packed_sequences_with_states(backend, whole):
     case = problem(lengths=[4, 9], mode="stale")
 
     def run(*tensors):
@@ -51,41 +55,88 @@ def test_compile_of_packed_sequences_with_states(backend):
         )  # fmt: skip
         return y.sum() + state.keys.sum()
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=whole, backend="aot_eager")
     for one, other in zip(gradients(compiled, case), gradients(run, case)):
         assert relative_rms(one, other) < 1e-6
 
 
-def op_arguments(case, mode):
-    """Arguments of the registered operators, in layouts that are not contiguous."""
-    stale = mode == "stale"
+@pytest.mark.parametrize("backend", ["chunked", "native", "reference"])
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+def test_compile_of_a_decoding_step(mode, backend):
+    """One graph on every backend: of one token the definition is plain PyTorch."""
+    case = problem(tokens=1, mode=mode)
+    tensors = [case.tensors[name].float()[:, 0] for name in NAMES]
+
+    def run(*tensors):
+        y, state = trellis_memory_step(*tensors, backend=backend, **case.options)
+        return y, state.keys
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for one, other in zip(compiled(*tensors), run(*tensors)):
+            assert relative_rms(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+def test_the_registered_operator_keeps_torchs_rules(mode, shared):
+    """In layouts that are not contiguous."""
+    case = problem(tokens=5, mode=mode)
 
     def flipped(name):
-        return case.tensors[name].float().transpose(1, 2).contiguous().transpose(1, 2)
-
-    def state(name):
-        tensor = case.tensors[name].float().mT.contiguous().mT
+        tensor = case.tensors[name].float().transpose(1, 2).contiguous().transpose(1, 2)
         return tensor.requires_grad_()
 
-    q, k, v, alpha, log_beta, gamma = (flipped(name).requires_grad_() for name in NAMES)
-    offset, count = (case.offset, 4) if stale else (None, 1)
-    anchors = [state(n) if stale else None for n in ("key_anchor", "value_anchor")]
-    one = (
-        q, k, alpha, log_beta, gamma, state("keys"), anchors[0], offset, None,
-        "silu", count, False, True,
-    )  # fmt: skip
-    two = (
-        q, k, alpha, v, None, log_beta, gamma, None, None, state("keys"), state("values"),
-        *anchors, offset, None, "silu", "silu", "ln_silu", "identity", True, count, True,
-    )  # fmt: skip
-    return one, two
+    def state(name):
+        return case.tensors[name].float().mT.contiguous().mT.requires_grad_()
+
+    given = {"q": "q", "x1": "k", "t1": "alpha", "x2": "v", "log_decay1": "log_beta"}
+    given |= {"step_size1": "gamma"}
+    given |= {} if shared else {"t2": "alpha", "log_decay2": "log_beta2", "step_size2": "gamma2"}
+    tensors = {name: flipped(there) for name, there in given.items()}
+    tensors |= {"first": state("keys"), "second": state("values")}
+    if mode == "stale":
+        tensors |= {"first_anchor": state("key_anchor"), "second_anchor": state("value_anchor")}
+        tensors |= {"offset": case.offset}
+    count = 4 if mode == "stale" else 1
+    options = f"phi1=silu phi2=silu f=ln_silu psi=identity transposed=1 minibatch={count}"
+    torch.library.opcheck(
+        custom_op.memory, (list(tensors.values()), " ".join(tensors), options, True)
+    )
 
 
-@pytest.mark.parametrize("mode", ["exact", "stale"])
-def test_registered_operators_keep_torchs_rules(mode):
-    one, two = op_arguments(problem(tokens=5, mode=mode), mode)
-    torch.library.opcheck(library.compress, one)
-    torch.library.opcheck(native.memory, two)
+def test_an_option_that_the_kernel_does_not_know():
+    case = problem(tokens=5)
+    given = {"q": "q", "x1": "k", "t1": "alpha", "x2": "v", "log_decay1": "log_beta"}
+    given |= {"step_size1": "gamma", "first": "keys", "second": "values"}
+    tensors = [case.tensors[name].float() for name in given.values()]
+    for options in (
+        "phi1=relu phi2=silu f=silu psi=identity transposed=1 minibatch=1",
+        "phi1=silu phi2=silu f=silu transposed=1 minibatch=1",
+    ):
+        with pytest.raises(ValueError, match="does not know all of the options 'phi1="):
+            custom_op.memory(tensors, " ".join(given), options, False)
+
+
+def test_forward_mode_gets_the_definition():
+    """In fp32, where the kernel would run: to forward-mode differentiation it is a constant."""
+    case = problem(tokens=9)
+    tensors = [case.tensors[name].float() for name in NAMES]
+    direction = torch.randn_like(tensors[1])
+    with forward_ad.dual_level():
+        tensors[1] = forward_ad.make_dual(tensors[1], direction)
+        tangent = forward_ad.unpack_dual(trellis_memory(*tensors, **case.options)[0]).tangent
+        step = [t[:, 0] for t in tensors]
+        assert forward_ad.unpack_dual(trellis_memory_step(*step)[0]).tangent is not None
+        with pytest.raises(RuntimeError, match=r"'native' cannot run inside .* forward-mode"):
+            trellis_memory(*tensors, backend="native", **case.options)
+
+    def moved(size):
+        wide = [case.tensors[name].clone() for name in NAMES]
+        wide[1] += size * direction
+        return trellis_memory(*wide, **case.options)[0]
+
+    assert relative_rms(tangent, (moved(1e-6) - moved(-1e-6)) / 2e-6) < 1e-4
 
 
 def test_autocast_leaves_the_memory_in_fp32():

@@ -11,8 +11,7 @@ import torch
 from tests.support import problem
 
 from trellis.ops import trellis_memory
-from trellis.ops.memory import backends
-from trellis.ops.memory.native import library
+from trellis.ops.memory import custom_op
 from trellis.ops.native import build
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
@@ -21,11 +20,11 @@ NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a new process: nothing loaded, nothing decided."""
-    library.kernel.cache_clear()
-    backends.missing_kernel.cache_clear()
+    custom_op.kernel.cache_clear()
+    custom_op.missing_kernel.cache_clear()
     yield
-    library.kernel.cache_clear()
-    backends.missing_kernel.cache_clear()
+    custom_op.kernel.cache_clear()
+    custom_op.missing_kernel.cache_clear()
 
 
 def inputs():
@@ -35,11 +34,11 @@ def inputs():
 
 def test_the_cache_is_the_users_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TRELLIS_CACHE", str(tmp_path / "cache"))
-    path = build.library(library.SOURCE, "portable")
+    path = build.library(custom_op.SOURCE, "portable")
     assert path.parent == tmp_path / "cache"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     changed = path.stat().st_mtime_ns
-    assert build.library(library.SOURCE, "portable") == path
+    assert build.library(custom_op.SOURCE, "portable") == path
     assert path.stat().st_mtime_ns == changed  # not compiled again
 
 
@@ -49,7 +48,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, monkeypatch, fre
     folder.chmod(0o777)
     monkeypatch.setenv("TRELLIS_CACHE", str(folder))
     with pytest.raises(build.NoKernel, match="others can write to the cache folder"):
-        build.library(library.SOURCE)
+        build.library(custom_op.SOURCE)
     with pytest.raises(build.NoKernel, match="backend='native' cannot run here: others can write"):
         trellis_memory(**inputs(), backend="native")
     assert list(folder.iterdir()) == []
@@ -79,13 +78,13 @@ def test_auto_falls_back_whatever_goes_wrong(variable, value, tmp_path, monkeypa
 
 def test_targets_are_checked():
     with pytest.raises(ValueError, match=r"TRELLIS_NATIVE_TARGET must be one of .*; got 'sse9'"):
-        build.library(library.SOURCE, "sse9")
+        build.library(custom_op.SOURCE, "sse9")
 
 
 FIRST_USE = """
-from trellis.ops.memory.native import library
+from trellis.ops.memory import custom_op
 from trellis.ops.native import build
-build.open_library(build.library(library.SOURCE, "portable"))
+build.open_library(build.library(custom_op.SOURCE, "portable"))
 """
 
 

@@ -46,8 +46,8 @@ from ...data.tokenizer import TextTokenizer
 from ...files import write_whole
 from ...mixers.trellis import MemoryInputs, TrellisMixer, TrellisState
 from ...ops import MemoryState, PassState, trellis_memory_step
+from ...ops.memory import value_write
 from ...ops.memory.activations import FUNCTIONS
-from ...ops.memory.interface import value_write
 from ..models import EvaluatedModel
 from ..ppl import encode
 from ..runner import Job, Record, Records, Report, Table, measure

@@ -1,6 +1,185 @@
-"""The gated slot memory of GSA and ABC; see README.md."""
+"""The gated slot memory of GSA and ABC: its public functions. Equations in README.md."""
 
-from .interface import SlotState, gated_slots
-from .running_softmax import LOGIT_BOUND, running_softmax
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import checks
+from ..dispatch import no_autocast
+from ..recurrence import run
+from .chunked import GatedSlots
 
 __all__ = ["LOGIT_BOUND", "SlotState", "gated_slots", "running_softmax"]
+
+#: Logits must stay within these bounds: sums of their exponentials, and inverses, fit in fp32.
+LOGIT_BOUND = 32.0
+
+#: Tokens whose running sums are one product with a triangle of ones.
+BLOCK = 64
+
+
+class SlotState(NamedTuple):
+    """keys [N, H, M, K] and values [N, H, M, V]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def gated_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    write: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: SlotState | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, SlotState | None]:
+    """Write every token into M slots of keys and of values, then attend over the slots.
+
+        keys   <- Diag(exp(log_decay)) keys + write k^T
+        values <- Diag(exp(log_decay)) values + write v^T
+        y = values^T softmax(scale keys q)
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, H, V].
+        write: [B, T, H, M], how much of the token each slot takes.
+        log_decay: [B, T, H, M], the log of what each slot keeps, at most 0; -inf empties the
+            slot. None keeps everything, at less cost.
+        scale: of the scores; K ** -0.5 by default.
+        initial_state: SlotState or the pair (keys, values); zeros by default.
+        cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
+            starts from its own entry of `initial_state`. Without it N = B.
+        backend: "auto", "reference" (the definition) or "chunked".
+
+    Returns:
+        y [B, T, H, V] in the dtype of `q`, and the final SlotState (fp32, fp64 for fp64
+        inputs), or None unless `output_final_state`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which and why.
+    """
+    given = {"q": q, "k": k, "v": v, "write": write, **checks.present(log_decay=log_decay)}
+    checks.floats(**given)
+    checks.dimensions("q", q, "[B,T,H,K]")
+    lead = q.shape[:3]
+    checks.not_empty("q", q, "[B,T,H,K]")
+    checks.shape("k", k, q.shape, "[B,T,H,K]")
+    for name, tensor, letter in (("v", v, "V"), ("write", write, "M")):
+        checks.dimensions(name, tensor, f"[B,T,H,{letter}]")
+        checks.shape(name, tensor, (*lead, tensor.shape[3]), f"[B,T,H,{letter}]")
+        checks.not_empty(name, tensor, f"[B,T,H,{letter}]")
+    if log_decay is not None:
+        checks.shape("log_decay", log_decay, write.shape, "[B,T,H,M]")
+    count = checks.sequences(q.shape[0], cu_seqlens, q.device)
+    state = _start(initial_state, count, q, v, write, checks.compute_dtype(*given.values()))
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    y, final = run(
+        GatedSlots(scale), (q, k, v, write, log_decay), state,
+        cu_seqlens=cu_seqlens, backend=backend,
+    )  # fmt: skip
+    return y.to(q.dtype), SlotState(*final) if output_final_state else None
+
+
+def running_softmax(
+    logits: Tensor, total: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights with which `gated_slots` keeps softmax-weighted means of all tokens so far.
+
+        total_t = total_{t-1} + exp(logits_t)
+        write_t = exp(logits_t) / total_t
+        log_decay_t = log(total_{t-1} / total_t)
+
+    Args:
+        logits: [B, T, H, M], within -32 and 32 (LOGIT_BOUND). That is not checked, which would
+            wait for the device: clamp them, as the mixer does. Beyond about 88 fp32 gives NaN.
+        total: [N, H, M], what the sums have come to; zeros, the start, by default. Where it is 0
+            the memory is empty, and log_decay is finite only for the sake of gradients.
+        cu_seqlens: [N+1] bounds of N sequences packed into one row. Without it N = B.
+
+    Returns:
+        write and log_decay [B, T, H, M], total [N, H, M], in fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which and why.
+    """
+    checks.floats(logits=logits, **({} if total is None else {"total": total}))
+    checks.dimensions("logits", logits, "[B,T,H,M]")
+    checks.not_empty("logits", logits, "[B,T,H,M]")
+    count = checks.sequences(logits.shape[0], cu_seqlens, logits.device)
+    dtype = checks.compute_dtype(logits)
+    expected = (count, *logits.shape[2:])
+    if total is None:
+        total = torch.zeros(expected, dtype=dtype, device=logits.device)
+    checks.shape("total", total, expected, "[N,H,M]")
+    total = total.to(dtype)
+    with no_autocast(logits.device):
+        weights = logits.to(dtype).exp()
+        if cu_seqlens is None:
+            return _running_softmax(weights, total)
+        bounds = checks.bounds(cu_seqlens, logits.shape[1])
+        if count == 0:
+            return weights, weights, total
+        runs = [
+            _running_softmax(weights[:, begin:end], total[n : n + 1])
+            for n, (begin, end) in enumerate(zip(bounds, bounds[1:]))
+        ]
+        write, log_decay, totals = zip(*runs)
+        return torch.cat(write, dim=1), torch.cat(log_decay, dim=1), torch.cat(totals)
+
+
+def _start(
+    given: SlotState | tuple[Tensor, Tensor] | None,
+    count: int,
+    q: Tensor,
+    v: Tensor,
+    write: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    heads, slots = write.shape[2:]
+    shapes = {
+        "keys": (count, heads, slots, q.shape[3]),
+        "values": (count, heads, slots, v.shape[3]),
+    }
+    if given is None:
+        keys, values = (torch.zeros(s, dtype=dtype, device=q.device) for s in shapes.values())
+        return keys, values
+    found = checks.parts("initial_state", given, (2,), "a SlotState or the pair (keys, values)")
+    for (name, expected), tensor in zip(shapes.items(), found):
+        name = f"initial_state.{name}"
+        checks.floats(**{"q": q, name: tensor})
+        checks.shape(name, tensor, expected, "[N,H,M,K]" if name.endswith("keys") else "[N,H,M,V]")
+    return found[0].to(dtype), found[1].to(dtype)
+
+
+def _running_softmax(weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    totals = _cumulated(weights, before)
+    kept = torch.cat([before[:, None], totals], dim=1)
+    # At a sequence's start nothing was kept; log 0 would make a gradient of NaN.
+    ratio = (kept[:, :-1] / totals).clamp(min=torch.finfo(totals.dtype).tiny)
+    # A copy: a state must not hold on to the whole input.
+    return weights / totals, ratio.log(), kept[:, -1].clone()
+
+
+def _cumulated(x: Tensor, before: Tensor) -> Tensor:
+    """x summed over the tokens up to each, [N, T, ...], and `before`, [N, ...].
+
+    Products with triangles of ones are several times as fast as cumsum along a middle dimension.
+    """
+    sequences, tokens = x.shape[:2]
+    size = max(1, min(BLOCK, tokens))
+    blocks = -(-tokens // size)
+    x = F.pad(x.flatten(2), (0, 0, 0, blocks * size - tokens)).unflatten(1, (blocks, size))
+    ones = x.new_ones(size, size).tril().expand(sequences * blocks, size, size)
+    within = (ones @ x.flatten(0, 1)).view_as(x)
+    starts = torch.cat([before.flatten(1)[:, None], within[:, :, -1]], dim=1).cumsum(1)
+    totals = within + starts[:, :-1, None]
+    return totals.flatten(1, 2)[:, :tokens].unflatten(2, before.shape[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,7 @@ class GatedSlots(Recurrence):
     scale: float
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
-        v = inputs[2]
-        assert v is not None
+        _, _, v, _ = _given(inputs)
         return v.shape[2], v.shape[3]
 
     def reference(self, inputs: Inputs, state: Tensors) -> tuple[Tensor, Tensors]:
@@ -120,9 +119,9 @@ def _chain(w: Constant, added: Tensor, state: Tensor, parts: list[slice]) -> tup
     return before, running.view_as(state)
 
 
-def _given(inputs: Inputs) -> list[Tensor]:
-    """q, k, v and write; only log_decay may be left out."""
-    return [x for x in inputs[:4] if x is not None]
+def _given(inputs: Inputs) -> Tensors:
+    """q, k, v and write; only log_decay may be None."""
+    return cast(Tensors, inputs[:4])
 
 
 def _padded(x: Tensor) -> Tensor:

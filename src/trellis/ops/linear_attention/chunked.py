@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from ..decay import Decay, log_decay_gradient
 from ..recurrence import Inputs, Recurrence, Rounds, Tensors, replaced
 from .reference import linear_attention_reference
 
+#: q, k, v, log_decay
+_Given: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
 
 @dataclass(frozen=True)
 class LinearAttention(Recurrence):
@@ -24,14 +28,11 @@ class LinearAttention(Recurrence):
     state: the memory [N, G, R, K, V]. y: [.., G, R * V]."""
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
-        v = _tensor(inputs[2])
+        _, _, v, _ = cast(_Given, inputs)
         return v.shape[2], v.shape[3] * v.shape[4]
 
     def reference(self, inputs: Inputs, state: Tensors) -> tuple[Tensor, Tensors]:
-        q, k, v, log_decay = inputs
-        y, memory = linear_attention_reference(
-            _tensor(q), _tensor(k), _tensor(v), log_decay, *state
-        )
+        y, memory = linear_attention_reference(*cast(_Given, inputs), *state)
         return y, (memory,)
 
     def forward(self, inputs: Inputs, state: Tensors, rounds: Rounds) -> tuple[Tensor, Tensors]:
@@ -104,9 +105,8 @@ class _GroupDecay:
 
 
 def _unpacked(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, _GroupDecay | None]:
-    q, k, v, log_decay = inputs
-    decay = None if log_decay is None else _GroupDecay(log_decay)
-    return _tensor(q), _tensor(k), _tensor(v), decay
+    q, k, v, log_decay = cast(_Given, inputs)
+    return q, k, v, None if log_decay is None else _GroupDecay(log_decay)
 
 
 def _scan(
@@ -139,8 +139,3 @@ def _by_head(x: Tensor) -> Tensor:
 def _by_token(x: Tensor) -> Tensor:
     """[n, R, c, V] -> [n, c, R, V]"""
     return x.transpose(1, 2)
-
-
-def _tensor(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x

@@ -1,12 +1,341 @@
-from .backends import BACKENDS
-from .interface import compress, trellis_memory, trellis_memory_step
-from .state import MemoryState, PassState
+"""The compression memory: its public functions. Equations in README.md."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ..dispatch import BACKENDS, Backend, Backends
+from ..recurrence import run
+from . import custom_op
+from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
+from .chunked import Compression
+from .state import Call, MemoryState, Pass, PassState, anchored, tokens_read
 
 __all__ = [
     "BACKENDS",
+    "MODES",
+    "VALUE_PASSES",
     "MemoryState",
     "PassState",
     "compress",
     "trellis_memory",
     "trellis_memory_step",
+    "value_write",
 ]
+
+MODES = ("exact", "stale")
+VALUE_PASSES = ("encode", "decode")
+
+T = TypeVar("T")
+
+
+def compress(
+    query: Tensor,
+    x: Tensor,
+    target: Tensor,
+    log_beta: Tensor,
+    gamma: Tensor,
+    *,
+    phi: str = "silu",
+    mode: str = "exact",
+    minibatch: int = 16,
+    transposed: bool = False,
+    initial_state: PassState | Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, PassState | None]:
+    """One pass: write every token into a memory M by one gradient step, then read it.
+
+        M <- beta M - gamma J_phi(Mx)^T (phi(Mx) - target) x^T
+        y = M query, or M^T query if `transposed`
+
+    Args:
+        query: [B, T, H, D], or [B, T, H, M] if transposed.
+        x: [B, T, H, D], what is written. target: [B, T, H, M], the code it is to get.
+        log_beta: [B, T, H], the log of the forget gate, at most 0; -inf forgets everything.
+        gamma: [B, T, H], the step size, at least 0.
+        phi: identity, silu, gelu, tanh, layernorm, l2norm or ln_silu.
+        mode: "exact" takes the gradient at the memory of the token before; "stale" at the
+            memory at the start of the mini-batch of `minibatch` tokens.
+        initial_state: PassState or its memory alone, [N, H, M, D]; zeros by default.
+        cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
+            starts from its own entry of `initial_state`. Without it N = B.
+        backend: "auto", "reference" (the definition) or "chunked" (PyTorch, any device).
+
+    Returns:
+        y [B, T, H, M] ([B, T, H, D] if transposed) in the dtype of `query`, and the final
+        PassState, or None unless `output_final_state`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which and why.
+    """
+    checks.choice("phi", phi, PHI_NAMES)
+    checks.floats(query=query, x=x, target=target, log_beta=log_beta, gamma=gamma)
+    checks.dimensions("x", x, "[B,T,H,D]")
+    checks.dimensions("target", target, "[B,T,H,M]")
+    batch, tokens, heads, x_dim = x.shape
+    slots = target.shape[3]
+    checks.shape("target", target, (batch, tokens, heads, slots), "[B,T,H,M]")
+    if transposed:
+        checks.shape("query", query, (batch, tokens, heads, slots), "[B,T,H,M]")
+    else:
+        checks.shape("query", query, (batch, tokens, heads, x_dim), "[B,T,H,D]")
+    checks.shape("log_beta", log_beta, (batch, tokens, heads), "[B,T,H]")
+    checks.shape("gamma", gamma, (batch, tokens, heads), "[B,T,H]")
+    checks.not_empty("x", x, "[B,T,H,D]")
+    checks.not_empty("target", target, "[B,T,H,M]")
+    if backend == "native":
+        raise ValueError(
+            "backend='native' cannot run here: it computes both passes at once; compress has "
+            "'chunked' and 'reference'"
+        )
+    if isinstance(initial_state, Tensor):
+        initial_state = PassState(initial_state)
+    count = _effective_minibatch(mode, minibatch)
+    start = _start("initial_state", x, target, initial_state, count, cu_seqlens)
+    one = Pass(x, target, log_beta, gamma, phi, transposed, start)
+    y, state = _run_pass(one, query, count, cu_seqlens, backend)
+    return y.to(query.dtype), state if output_final_state else None
+
+
+def trellis_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_beta: Tensor | tuple[Tensor, Tensor],
+    gamma: Tensor | tuple[Tensor, Tensor],
+    *,
+    phi: str = "silu",
+    f: str = "ln_silu",
+    psi: str = "identity",
+    value_pass: str = "encode",
+    mode: str = "exact",
+    minibatch: int = 16,
+    initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, MemoryState | None]:
+    """The two-pass compression memory: a key pass, f, and a value pass.
+
+        r = f(compress(q, k, alpha))
+        y = psi(compress(r, v, alpha, transposed))             value_pass="encode"
+        y = psi(compress(r, alpha / |alpha|, v, identity))     value_pass="decode"
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, H, V]. alpha: [B, T, H, M], the code of each token.
+        log_beta, gamma: [B, T, H], or a pair of these, one for each pass.
+        f: ln_silu, l2_silu, softmax, silu or identity. psi: identity, or any phi.
+        initial_state: MemoryState, or the pair (keys, values); zeros by default.
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or
+            "native" (a fused CPU kernel, fp32). "auto" takes the native kernel where it can.
+        The rest as in `compress`.
+
+    Returns:
+        y [B, T, H, V] in the dtype of `q`, and the final MemoryState (fp32, fp64 for fp64
+        inputs), or None unless `output_final_state`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which and why.
+    """
+    call = _checked(
+        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch,
+        initial_state, cu_seqlens, "[B,T,H",
+    )  # fmt: skip
+    checks.choice("backend", backend, BACKENDS)
+    one_token = cu_seqlens is None and q.shape[1] == 1
+    y, state = _BACKENDS.choose(backend, call, one_token=one_token).run(call)
+    return y, state if output_final_state else None
+
+
+def trellis_memory_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_beta: Tensor | tuple[Tensor, Tensor],
+    gamma: Tensor | tuple[Tensor, Tensor],
+    *,
+    phi: str = "silu",
+    f: str = "ln_silu",
+    psi: str = "identity",
+    value_pass: str = "encode",
+    mode: str = "exact",
+    minibatch: int = 16,
+    initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, MemoryState]:
+    """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
+
+    Returns y [B, H, V] and the state after the token. There is nothing to put in chunks: with
+    backend="chunked" the definition runs.
+    """
+    call = _checked(
+        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch,
+        initial_state, None, "[B,H",
+    )  # fmt: skip
+    checks.choice("backend", backend, BACKENDS)
+    chosen = _BACKENDS.choose(backend, call, one_token=True)
+    y, state = chosen.run(call) if chosen.one_token else _run_reference(call)
+    return y[:, 0], state
+
+
+def value_write(
+    v: Tensor, alpha: Tensor, phi: str, value_pass: str
+) -> tuple[Tensor, Tensor, str, bool]:
+    """(x, target, phi, transposed) of the value pass."""
+    if value_pass == "encode":
+        return v, alpha, phi, True
+    return l2norm(alpha.to(checks.compute_dtype(alpha))), v, "identity", False
+
+
+def _run_chunked(call: Call) -> tuple[Tensor, MemoryState]:
+    return _run_passes(call, "chunked")
+
+
+def _run_reference(call: Call) -> tuple[Tensor, MemoryState]:
+    return _run_passes(call, "reference")
+
+
+_BACKENDS = Backends(
+    Backend("native", custom_op.run, custom_op.unfit, custom_op.missing_kernel),
+    Backend("chunked", _run_chunked, one_token=False),
+    Backend("reference", _run_reference),
+)
+
+
+def _run_passes(call: Call, backend: str) -> tuple[Tensor, MemoryState]:
+    """One pass after the other, with f between them."""
+    yhat, keys = _run_pass(call.keys, call.q, call.minibatch, call.cu_seqlens, backend)
+    r = FUNCTIONS[call.f](yhat)
+    y, values = _run_pass(call.values, r, call.minibatch, call.cu_seqlens, backend)
+    return FUNCTIONS[call.psi](y).to(call.q.dtype), MemoryState.join(keys, values)
+
+
+def _run_pass(
+    one: Pass, query: Tensor, minibatch: int, cu_seqlens: Tensor | None, backend: str
+) -> tuple[Tensor, PassState]:
+    """y is in the dtype of the computation."""
+    memory, anchor, offset = one.start
+    state: tuple[Tensor, ...] = (memory,)
+    if anchor is not None and offset is not None:
+        state = (memory, anchor, offset.to(memory.dtype))
+    y, final = run(
+        Compression.of(one.phi, one.transposed, minibatch),
+        (query, one.x, one.target, one.log_decay, one.step_size), state,
+        cu_seqlens=cu_seqlens, offset=offset, backend=backend,
+    )  # fmt: skip
+    if offset is None:
+        return y, PassState(final[0])
+    offset = one.start.moved_on(tokens_read(query, cu_seqlens), minibatch)
+    return y, PassState(final[0], anchored(final[0], final[1], offset), offset)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    log_beta: Tensor | tuple[Tensor, Tensor],
+    gamma: Tensor | tuple[Tensor, Tensor],
+    phi: str,
+    f: str,
+    psi: str,
+    value_pass: str,
+    mode: str,
+    minibatch: int,
+    initial_state: MemoryState | tuple[Tensor, Tensor] | None,
+    cu_seqlens: Tensor | None,
+    leading: str,
+) -> Call:
+    """leading: the first letters of all shapes, "[B,T,H", or "[B,H" for a single token."""
+    checks.choice("phi", phi, PHI_NAMES)
+    checks.choice("f", f, F_NAMES)
+    checks.choice("psi", psi, PSI_NAMES)
+    checks.choice("value_pass", value_pass, VALUE_PASSES)
+    log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
+    checks.floats(
+        q=q, k=k, v=v, alpha=alpha, log_beta=log_betas[0], gamma=gammas[0],
+        **{"log_beta[1]": log_betas[1], "gamma[1]": gammas[1]},
+    )  # fmt: skip
+    checks.dimensions("q", q, f"{leading},K]")
+    checks.not_empty("q", q, f"{leading},K]")
+    lead = q.shape[:-1]
+    checks.shape("k", k, q.shape, f"{leading},K]")
+    for name, tensor, letter in (("v", v, "V"), ("alpha", alpha, "M")):
+        checks.dimensions(name, tensor, f"{leading},{letter}]")
+        checks.shape(name, tensor, (*lead, tensor.shape[-1]), f"{leading},{letter}]")
+        checks.not_empty(name, tensor, f"{leading},{letter}]")
+    for name, pair in (("log_beta", log_betas), ("gamma", gammas)):
+        for tensor in pair:
+            checks.shape(name, tensor, lead, f"{leading}]")
+    if "T" not in leading:
+        q, k, v, alpha = (x.unsqueeze(1) for x in (q, k, v, alpha))
+        log_betas, gammas = _with_time(log_betas), _with_time(gammas)
+
+    count = _effective_minibatch(mode, minibatch)
+    state = _memory_state(initial_state)
+    start = _start("initial_state.keys", k, alpha, state and state.key_pass, count, cu_seqlens)
+    keys = Pass(k, alpha, log_betas[0], gammas[0], phi, False, start)
+    x, target, phi, transposed = value_write(v, alpha, phi, value_pass)
+    start = _start("initial_state.values", x, target, state and state.value_pass, count, cu_seqlens)
+    values = Pass(x, target, log_betas[1], gammas[1], phi, transposed, start)
+    return Call(q, keys, values, f, psi, count, cu_seqlens)
+
+
+def _effective_minibatch(mode: str, minibatch: int) -> int:
+    """1 for exact mode: a mini-batch of one token is the exact recurrence."""
+    checks.choice("mode", mode, MODES)
+    checks.at_least("minibatch", minibatch, 1)
+    return minibatch if mode == "stale" else 1
+
+
+def _start(
+    name: str,
+    x: Tensor,
+    target: Tensor,
+    state: PassState | None,
+    minibatch: int,
+    cu_seqlens: Tensor | None,
+) -> PassState:
+    """The state to start from, checked against the shapes of x and target."""
+    count = checks.sequences(x.shape[0], cu_seqlens, x.device)
+    expected = (count, x.shape[2], target.shape[3], x.shape[3])
+    dtype = checks.compute_dtype(x, target)
+    if state is None:
+        state = PassState(torch.zeros(expected, dtype=dtype, device=x.device))
+    return state.checked(name, expected, minibatch, dtype)
+
+
+def _pair(name: str, given: T | tuple[T, T]) -> tuple[T, T]:
+    if isinstance(given, (tuple, list)):
+        if len(given) != 2:
+            raise ValueError(
+                f"{name} must be one tensor or a pair (key pass, value pass); got {len(given)}"
+            )
+        return given[0], given[1]
+    return given, given
+
+
+def _with_time(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """[B, H] each -> [B, 1, H]. What both passes share stays one tensor."""
+    first, second = pair
+    with_time = first.unsqueeze(1)
+    return with_time, with_time if second is first else second.unsqueeze(1)
+
+
+def _memory_state(state: Any) -> MemoryState | None:
+    if state is None or isinstance(state, MemoryState):
+        return state
+    if not isinstance(state, (tuple, list)) or len(state) not in (2, 5):
+        raise ValueError(
+            "initial_state must be a MemoryState or the pair (keys, values); "
+            f"got {type(state).__name__}"
+        )
+    return MemoryState(*state)

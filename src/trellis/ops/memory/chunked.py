@@ -1,248 +1,308 @@
-"""One pass over whole sequences, chunk by chunk, with the backward written by hand.
+"""One pass of the memory over the chunks of a segment, and its backward. Equations in README.md.
 
-Kept for the backward: the inputs and the memory at every SEGMENT-th chunk start. Between two of
-these the memories are computed again, so memory is not one graph node per token.
-
-minibatch = 1 is exact mode, where the chunk is free to choose; in stale mode the chunk is the
-mini-batch.
+Tensors are [G, c, ...] with G = chunks x heads and c tokens per chunk; memories are [G, m, d].
+w(t, s) is the product of the decays over s+1 .. t. `writes` are the rows step_size_t u_t. Only the
+memories go from chunk to chunk, and in exact mode the rows of z go from token to token. What needs
+neither is computed for all chunks at once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
-from ... import checks
-from ..layout import ChunkLayout, ChunkRows
-from . import chunk as one
-from .activations import PHI
+from ..decay import Decay, log_decay_gradient, lower
+from ..recurrence import Inputs, Recurrence, Rounds, Tensors
+from .activations import PHI, Elementwise, Phi
+from .reference import compress_reference
 
-#: Tokens per chunk in exact mode, and tokens between two saved memories.
+#: Tokens per chunk in exact mode, where it is free to choose.
 EXACT_CHUNK = 32
-SEGMENT_TOKENS = 256
 
 
-def chunk_size(minibatch: int) -> int:
-    return EXACT_CHUNK if minibatch == 1 else minibatch
+@dataclass(frozen=True)
+class Compression(Recurrence):
+    """Inputs: query, x [.., D], target [.., M], log_decay, step_size [..]; query is [.., M] and y
+    [.., D] if `transposed`, else the other way round.
 
+    State: the memory [N, H, M, D]. In stale mode, where a chunk is a mini-batch, also the anchor,
+    like it, and the offset [N]. The anchor is read by the first chunk of a sequence alone, if the
+    offset is not 0: after it the anchor is the memory before the chunk.
+    """
 
-def segment_chunks(minibatch: int) -> int:
-    """Chunks between two saved memories."""
-    return max(1, SEGMENT_TOKENS // chunk_size(minibatch))
+    phi: str
+    transposed: bool
+    stale: bool
+    chunk: int
 
+    segment_least: ClassVar[int] = 256
+    changing: ClassVar[int | None] = 1
 
-def saved_bound(tokens: int, sequences: int, minibatch: int) -> int:
-    """A bound on the saved memories that depends on shapes alone, as tracing needs it."""
-    return tokens // (chunk_size(minibatch) * segment_chunks(minibatch)) + 2 * sequences + 1
+    @staticmethod
+    def of(phi: str, transposed: bool, minibatch: int) -> Compression:
+        """minibatch: 1 is exact mode."""
+        stale = minibatch > 1
+        return Compression(phi, transposed, stale, minibatch if stale else EXACT_CHUNK)
 
+    def output(self, inputs: Inputs) -> tuple[int, int]:
+        _, x, target, _, _ = cast(Tensors, inputs)
+        return x.shape[2], (x if self.transposed else target).shape[3]
 
-class _Inputs:
-    """The inputs of a pass on one flat token axis, [tokens, H, ...]."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        x: Tensor,
-        target: Tensor,
-        log_beta: Tensor,
-        gamma: Tensor,
-        memory: Tensor,
-        offset: Tensor | None,
-        cu_seqlens: Tensor | None,
-        minibatch: int,
-    ):
-        self.given = (query, x, target, log_beta, gamma)
-        self.flat = tuple(tensor.flatten(0, 1) for tensor in self.given)
-        self.dtype = memory.dtype
-        self.heads = memory.shape[1]
-        self.layout = ChunkLayout.of(
-            x.shape[0], x.shape[1], cu_seqlens, chunk_size(minibatch), memory.device,
-            None if offset is None else checks.offsets(offset, minibatch),
+    def reference(self, inputs: Inputs, state: Tensors) -> tuple[Tensor, Tensors]:
+        minibatch = self.chunk if self.stale else 1
+        return compress_reference(
+            cast(Tensors, inputs), state,
+            phi=self.phi, minibatch=minibatch, transposed=self.transposed,
         )  # fmt: skip
 
-    def chunk(self, i: int) -> tuple[ChunkRows, tuple[Tensor, ...]]:
-        """Rows of chunk i and (query, x, target, log_beta, gamma) there; gamma is [G, c, 1]."""
-        rows = self.layout.chunk_rows(i)
-        query, x, target, log_beta, gamma = (rows.take(flat, self.dtype) for flat in self.flat)
-        return rows, (query, x, target, log_beta, gamma[..., None])
+    def forward(self, inputs: Inputs, state: Tensors, rounds: Rounds) -> tuple[Tensor, Tensors]:
+        chunks = _Chunks(self, inputs, state, rounds)
+        swept = chunks.write()
+        y = chunks.read(swept)
+        final = swept.final.view_as(state[0])
+        if not self.stale:
+            return y, (final,)
+        last = rounds.last_rows(state[0].shape[1], y.device)
+        return y, (final, swept.points[last].view_as(final), state[2])
 
-    def sorted(self, state: Tensor) -> Tensor:
-        """[N, H, m, d] -> a new [N * H, m, d] in the layout's order."""
-        return self.layout.sort(state).flatten(0, 1)
-
-    def unsorted(self, state: Tensor) -> Tensor:
-        return self.layout.unsort(state.unflatten(0, (-1, self.heads)))
-
-
-class Forward(NamedTuple):
-    y: Tensor  # in the memory's dtype
-    memory: Tensor
-    anchor: Tensor  # stale mode: the anchor of the last chunk; exact mode: empty
-    saved: Tensor  # memories at segment starts, if asked for; else empty
+    def backward(
+        self, inputs: Inputs, state: Tensors, rounds: Rounds, dy: Tensor, dstate: Tensors
+    ) -> tuple[Inputs, Tensors]:
+        chunks = _Chunks(self, inputs, state, rounds)
+        return chunks.gradients(chunks.write(), dy, dstate)
 
 
-def forward(
-    query: Tensor,
-    x: Tensor,
-    target: Tensor,
-    log_beta: Tensor,
-    gamma: Tensor,
-    memory: Tensor,
-    anchor: Tensor | None,
-    offset: Tensor | None,
-    cu_seqlens: Tensor | None,
-    phi: str,
-    minibatch: int,
-    transposed: bool,
-    save: bool,
-) -> Forward:
-    """Shapes as in `compress`. `anchor` is the first chunk's anchor (stale mode only)."""
-    inputs = _Inputs(query, x, target, log_beta, gamma, memory, offset, cu_seqlens, minibatch)
-    layout, heads = inputs.layout, inputs.heads
-    y = x.new_empty(
-        inputs.flat[0].shape[0], heads, memory.shape[3 if transposed else 2], dtype=memory.dtype
-    )
-    saved = blank_saved(memory, x, minibatch) if save else memory.new_empty(0)
-    every, used = segment_chunks(minibatch), 0
+class _Swept(NamedTuple):
+    """What the walk over the chunks leaves.
 
-    state = inputs.sorted(memory)
-    anchors = inputs.sorted(anchor) if anchor is not None else None
-    for i in range(layout.chunks):
-        groups = layout.active(i) * heads
-        before = state[:groups]
-        if save and i % every == 0:
-            saved[used : used + groups] = before
-            used += groups
-        rows, (q, x_i, target_i, log_beta_i, gamma_i) = inputs.chunk(i)
-        decay = one.Decay(log_beta_i)
-        if anchors is None:
-            written = one.write_exact(x_i, target_i, gamma_i, before, decay, PHI[phi])
-        else:
-            if i > 0:
-                anchors[:groups] = before
-            written = one.write_stale(x_i, target_i, gamma_i, anchors[:groups], PHI[phi])
-        x_i, writes, broken = _contain(x_i, written.writes)
-        read = one.read(q, x_i, writes, before, decay, transposed)
-        rows.put(y, read.masked_fill(broken, math.nan))
-        after = one.next_memory(x_i, writes, before, decay)
-        state[:groups] = after.masked_fill(broken[:, -1:], math.nan)
-    return Forward(
-        y.view(*x.shape[:3], y.shape[-1]),
-        inputs.unsorted(state),
-        memory.new_empty(0) if anchors is None else inputs.unsorted(anchors),
-        saved,
-    )
-
-
-def _contain(x: Tensor, writes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep a non-finite write out of the rows before it.
-
-    The matrix products multiply later rows by zero, and zero times infinity is NaN. From the
-    first non-finite write on, a head's output and memory are NaN.
+    before: the memory before each chunk. points: the memory that z is computed from; `before` in
+    exact mode. final: the memory after the last chunk of each sequence, [sequences * heads, m, d].
     """
-    finite = ((writes * 0).sum(-1, keepdim=True) + (x * 0).sum(-1, keepdim=True)) == 0
-    broken = (~finite).cumsum(1) > 0
-    return x.masked_fill(broken, 0), writes.masked_fill(broken, 0), broken
+
+    z: Tensor
+    writes: Tensor
+    before: Tensor
+    points: Tensor
+    final: Tensor
 
 
-def blank_saved(memory: Tensor, x: Tensor, minibatch: int) -> Tensor:
-    sequences, heads = memory.shape[:2]
-    bound = saved_bound(x.shape[0] * x.shape[1], sequences, minibatch)
-    return memory.new_zeros(bound * heads, *memory.shape[2:])
+class _Chunks:
+    """The chunks of a segment, apart from the memories."""
 
+    def __init__(self, options: Compression, inputs: Inputs, state: Tensors, rounds: Rounds):
+        self.query, self.x, self.target, log_decay, step_size = cast(Tensors, inputs)
+        self.transposed, self.stale = options.transposed, options.stale
+        self.phi: Phi = PHI[options.phi]
+        self.step_size = step_size[..., None]
+        self.decay = Decay(log_decay)
+        self.memory, heads = state[0].flatten(0, 1), state[0].shape[1]
+        self.parts = rounds.parts(heads)
+        self.x_to_end = self.x * self.decay.end
+        if self.stale:
+            self.anchor = state[1].flatten(0, 1)
+            #: Rows of the first round that go on inside a mini-batch, [sequences * heads, 1, 1].
+            self.goes_on: Tensor | None = None
+            if rounds.empty is not None:
+                begun = rounds.empty[: rounds.counts[0], 0]
+                self.goes_on = begun.repeat_interleave(heads)[:, None, None]
+        else:
+            #: How what z reads has decayed: the error is taken before the token's own decay.
+            self.z_start, self.z_within = self.decay.start_before(), self.decay.within_before()
+            self.coupling = lower(self.z_within, self.x @ self.x.mT)
 
-class Backward(NamedTuple):
-    query: Tensor
-    x: Tensor
-    target: Tensor
-    log_beta: Tensor
-    gamma: Tensor
-    memory: Tensor
-    anchor: Tensor  # empty in exact mode
-
-
-def backward(
-    dy: Tensor,
-    dmemory: Tensor,
-    danchor: Tensor | None,
-    query: Tensor,
-    x: Tensor,
-    target: Tensor,
-    log_beta: Tensor,
-    gamma: Tensor,
-    memory: Tensor,
-    anchor: Tensor | None,
-    offset: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    phi: str,
-    minibatch: int,
-    transposed: bool,
-) -> Backward:
-    """Gradients of `forward`'s y, memory and anchor with respect to its tensor inputs."""
-    inputs = _Inputs(query, x, target, log_beta, gamma, memory, offset, cu_seqlens, minibatch)
-    layout, heads = inputs.layout, inputs.heads
-    grads = tuple(flat.new_empty(flat.shape) for flat in inputs.flat)
-    dy = dy.flatten(0, 1)
-    dstate = inputs.sorted(dmemory)
-    first_anchor = inputs.sorted(anchor) if anchor is not None else None
-    danchors = inputs.sorted(danchor) if danchor is not None else None
-
-    every = segment_chunks(minibatch)
-    starts = list(range(0, layout.chunks, every))
-    used = sum(layout.active(i) for i in starts) * heads
-    for start in reversed(starts):
-        groups = layout.active(start) * heads
-        used -= groups
-        state = saved[used : used + groups]
-        stop = min(start + every, layout.chunks)
-        segment = []
-        for i in range(start, stop):
-            segment.append(_rewrite(inputs, i, state, first_anchor, phi))
-            if i + 1 < stop:
-                following = layout.active(i + 1) * heads
-                _, taken, decay, written, _ = segment[-1]
-                after = one.next_memory(taken[1], written.writes, state[: len(written.z)], decay)
-                state = after[:following]
-        for i in range(stop - 1, start - 1, -1):
-            rows, (q, x_i, target_i, _, gamma_i), decay, written, before = segment.pop()
-            active = slice(0, layout.active(i) * heads)
-            ended = slice(layout.active(i + 1) * heads, layout.active(i) * heads)
-            at = None if first_anchor is None else (first_anchor[active] if i == 0 else before)
-            grad = one.backward_chunk(
-                q, x_i, target_i, gamma_i, before, at, decay, written, PHI[phi], transposed,
-                rows.take(dy, inputs.dtype), dstate[active],
-            )  # fmt: skip
-            for flat, value in zip(grads, grad[:5]):
-                rows.put(flat, value)
-            dstate[active] = grad.memory
-            if danchors is None or grad.anchor is None:
-                continue
-            if i > 0:  # the anchor of chunk i is the memory before it
-                dstate[active] += grad.anchor
-                dstate[ended] += danchors[ended]
-                danchors[ended] = 0
+    def write(self) -> _Swept:
+        """Chunk after chunk: the only part that is sequential."""
+        current = self.memory.clone()
+        before = current.new_empty(len(self.x), *current.shape[1:])
+        points = before
+        if self.stale and self.goes_on is not None:
+            points = torch.empty_like(before)
+        z, writes = torch.empty_like(self.target), torch.empty_like(self.target)
+        for part in self.parts:
+            memory = current[: part.stop - part.start]
+            before[part] = memory
+            if not self.stale:
+                self._substitute(part, memory, z[part], writes[part])
             else:
-                danchors[active] += grad.anchor
-    dquery, dx, dtarget, dlog_beta, dgamma = (
-        grad.view(given.shape) for grad, given in zip(grads, inputs.given)
-    )
-    danchor = memory.new_empty(0) if danchors is None else inputs.unsorted(danchors)
-    return Backward(dquery, dx, dtarget, dlog_beta, dgamma, inputs.unsorted(dstate), danchor)
+                point = memory
+                if points is not before:
+                    if part is self.parts[0]:
+                        point = torch.where(cast(Tensor, self.goes_on), self.anchor, memory)
+                    points[part] = point
+                torch.bmm(self.x[part], point.mT, out=z[part])
+                gradient = self.phi.gradient(z[part], self.target[part])
+                torch.mul(gradient, self.step_size[part], out=writes[part])
+            memory.mul_(self.decay.whole[part])
+            memory.baddbmm_(writes[part].mT, self.x_to_end[part], alpha=-1)
+            # NaN everywhere if a write or an x is not finite: zero times infinity is NaN.
+            memory += (writes[part] * 0).sum((1, 2), keepdim=True)
+            memory += (self.x[part] * 0).sum((1, 2), keepdim=True)
+        return _Swept(z, writes, before, points, current)
 
+    def _substitute(self, part: slice, memory: Tensor, z: Tensor, writes: Tensor) -> None:
+        """Forward substitution: row t of z reads the writes of the rows before it."""
+        target, step_size, coupling = self.target[part], self.step_size[part], self.coupling[part]
+        base = self.z_start[part] * (self.x[part] @ memory.mT)
+        if self.phi.linear:
+            writes.copy_(
+                torch.linalg.solve_triangular(
+                    step_size * coupling, step_size * (base - target),
+                    upper=False, unitriangular=True,
+                )
+            )  # fmt: skip
+            torch.baddbmm(base, coupling, writes, alpha=-1, out=z)
+            return
+        for t in range(z.shape[1]):
+            row = slice(t, t + 1)
+            z_t = base[:, row]
+            if t > 0:
+                z_t = torch.baddbmm(z_t, coupling[:, row, :t], writes[:, :t], alpha=-1)
+            z[:, row] = z_t
+            gradient = self.phi.gradient(z_t, target[:, row])
+            torch.mul(gradient, step_size[:, row], out=writes[:, row])
 
-def _rewrite(
-    inputs: _Inputs, i: int, state: Tensor, first_anchor: Tensor | None, phi: str
-) -> tuple[ChunkRows, tuple[Tensor, ...], one.Decay, one.Written, Tensor]:
-    """The write of chunk i once more, from the memory before it."""
-    rows, taken = inputs.chunk(i)
-    _, x, target, log_beta, gamma = taken
-    decay = one.Decay(log_beta)
-    if first_anchor is None:
-        written = one.write_exact(x, target, gamma, state, decay, PHI[phi])
-    else:
-        at = first_anchor[: len(state)] if i == 0 else state
-        written = one.write_stale(x, target, gamma, at, PHI[phi])
-    return rows, taken, decay, written, state
+    def read(self, swept: _Swept) -> Tensor:
+        """y of all chunks. A head is NaN from its first write that is not finite on.
+
+        Such writes are kept out of the rows before them, which the products below multiply by
+        zero: zero times infinity is NaN.
+        """
+        x, writes, memory = self.x, swept.writes, swept.before
+        finite = ((writes * 0).sum(-1, keepdim=True) + (x * 0).sum(-1, keepdim=True)) == 0
+        broken = (~finite).cumsum(1) > 0
+        x, writes = x.masked_fill(broken, 0), writes.masked_fill(broken, 0)
+        keys, values, matrix = (writes, x, memory) if self.transposed else (x, writes, memory.mT)
+        scores = lower(self.decay.within, self.query @ keys.mT)
+        y = torch.baddbmm(self.decay.start * (self.query @ matrix), scores, values, alpha=-1)
+        return y.masked_fill_(broken, math.nan)
+
+    def gradients(self, swept: _Swept, dy: Tensor, dstate: Tensors) -> tuple[Inputs, Tensors]:
+        query, x, decay, transposed = self.query, self.x, self.decay, self.transposed
+        z, writes, before, points, _ = swept
+
+        # The read, as a direct function of query, x, writes and the memory before the chunk.
+        keys, values = (writes, x) if transposed else (x, writes)
+        scores = lower(decay.within, query @ keys.mT)
+        values_dot_dy = dy @ values.mT
+        inner = lower(decay.within, values_dot_dy)
+        dread = decay.start * (dy @ (before.mT if transposed else before))
+        dquery = torch.baddbmm(dread, inner, keys, alpha=-1)
+        from_scores, from_values = inner.mT @ query, scores.mT @ dy
+        dwrites, dx = (from_scores, from_values) if transposed else (from_values, from_scores)
+        started = decay.start * query
+        dmemory = started.mT @ dy if transposed else dy.mT @ started
+
+        dz, dcode, dwrites, dafter, to_end, dstarts = self._back(swept, dwrites, dmemory, dstate)
+        dx = -dx - decay.end * (writes @ dafter)
+
+        # The decay: pairs[t, s] weighs the decays of s+1 .. t, starts[t] those of 1 .. t.
+        pairs = (scores * values_dot_dy).neg_()
+        starts = (query * dread).sum(-1)
+        pairs[:, -1] -= (writes * to_end).sum(-1)
+        starts[:, -1] += decay.whole[:, 0, 0] * (dafter * before).sum((1, 2))
+
+        # The gradient step itself, from x and what z reads.
+        if self.stale:
+            dx.baddbmm_(dz, points)
+        else:
+            started_dz = self.z_start * dz
+            dz_writes = dz @ writes.mT
+            mixed = lower(self.z_within, dz_writes)
+            dx.baddbmm_(started_dz, before).baddbmm_(mixed + mixed.mT, x, alpha=-1)
+            # z_t sees the decays up to t - 1: one row up.
+            pairs[:, :-1] -= (self.coupling * dz_writes)[:, 1:]
+            starts[:, :-1] += (started_dz * (x @ before.mT)).sum(-1)[:, 1:]
+        dstep_size = (self.phi.gradient(z, self.target) * dwrites).sum(-1)
+        dlog_decay = log_decay_gradient(pairs, starts)
+        return (dquery, dx, -dcode, dlog_decay, dstep_size), dstarts
+
+    def _back(
+        self, swept: _Swept, dwrites: Tensor, dmemory: Tensor, dstate: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensors]:
+        """From the last chunk to the first.
+
+        dwrites, dmemory: what flows back from the reads to minus the writes, and to the memories
+        before the chunks. Returns the gradients of z, of phi(z) - target, of the writes, of the
+        memory after each chunk, and of the state; and x_to_end times the memory's gradient.
+        """
+        z, target, step_size = swept.z, self.target, self.step_size
+        through = slope = None
+        if isinstance(self.phi, Elementwise):
+            change, slope = self.phi.diagonals(z, target)
+            through = step_size * change
+        dz, dcode, to_end = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
+        dafter = torch.empty_like(swept.before)
+        current = dstate[0].flatten(0, 1).clone()
+        danchor = dstate[1].flatten(0, 1) if self.stale else current
+        dstart = torch.zeros_like(danchor)  # of the anchor that the segment starts with
+        dwrites = dwrites.neg_()
+        following = 0  # rows of the round after
+        for part in reversed(self.parts):
+            rows = part.stop - part.start
+            now = current[:rows]
+            dafter[part] = now
+            torch.bmm(self.x_to_end[part], now.mT, out=to_end[part])
+            dwrites[part] -= to_end[part]
+            now.mul_(self.decay.whole[part]).add_(dmemory[part])
+            if not self.stale:
+                self._substitute_back(part, z, dz, dcode, dwrites, through)
+                now.baddbmm_((self.z_start[part] * dz[part]).mT, self.x[part])
+                continue
+            if through is not None:
+                torch.mul(through[part], dwrites[part], out=dz[part])
+            else:
+                dz[part], dcode[part] = self.phi.tangent(
+                    z[part], target[part], step_size[part] * dwrites[part]
+                )
+            dpoint = torch.bmm(dz[part].mT, self.x[part])
+            dpoint[following:] += danchor[following:rows]  # sequences that end with this chunk
+            if part is self.parts[0] and self.goes_on is not None:
+                dstart = dpoint.masked_fill(~self.goes_on, 0)
+                dpoint.masked_fill_(self.goes_on, 0)
+            now += dpoint
+            following = rows
+        if slope is not None:
+            dcode = slope * step_size * dwrites
+        shape = dstate[0].shape
+        dstarts: Tensors = (current.view(shape),)
+        if self.stale:
+            dstarts += (dstart.view(shape), dstate[2])
+        return dz, dcode, dwrites, dafter, to_end, dstarts
+
+    def _substitute_back(
+        self, part: slice, z: Tensor, dz: Tensor, dcode: Tensor, dwrites: Tensor,
+        through: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The substitution in reverse: fills dz and dcode, and completes dwrites."""
+        step_size = self.step_size[part]
+        coupling = self.coupling[part].mT  # [s, t]: what row s fed into row t
+        dz, dcode, dwrites = dz[part], dcode[part], dwrites[part]
+        if self.phi.linear:
+            dwrites.copy_(
+                torch.linalg.solve_triangular(
+                    (step_size * self.coupling[part]).mT, dwrites, upper=True, unitriangular=True
+                )
+            )
+            torch.mul(step_size, dwrites, out=dz)
+            dcode.copy_(dz)
+            return
+        z, target, last = z[part], self.target[part], z.shape[1] - 1
+        through = None if through is None else through[part]
+        for t in range(last, -1, -1):
+            row = slice(t, t + 1)
+            dwrites_t = dwrites[:, row]
+            if t < last:
+                dwrites_t = torch.baddbmm(
+                    dwrites_t, coupling[:, row, t + 1 :], dz[:, t + 1 :], alpha=-1
+                )
+                dwrites[:, row] = dwrites_t
+            if through is not None:
+                torch.mul(through[:, row], dwrites_t, out=dz[:, row])
+            else:
+                dz[:, row], dcode[:, row] = self.phi.tangent(
+                    z[:, row], target[:, row], step_size[:, row] * dwrites_t
+                )

@@ -10,51 +10,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .activations import FUNCTIONS
-from .state import PassState, anchored, move_on
+from ..dispatch import under_transform
+from .activations import FUNCTIONS, PHI
+from .state import anchored
 
 
 def compress_reference(
-    query: Tensor,
-    x: Tensor,
-    target: Tensor,
-    log_beta: Tensor,
-    gamma: Tensor,
-    state: PassState,
+    inputs: tuple[Tensor, ...],
+    state: tuple[Tensor, ...],
     *,
     phi: str,
     minibatch: int,
     transposed: bool,
-) -> tuple[Tensor, PassState]:
-    """Equal-length sequences: query, x, target [N, T, H, ...], gates [N, T, H].
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Sequences of equal length, everything in one dtype.
 
-    In stale mode the state has an anchor and an offset. Returns y in the state's dtype.
+    inputs: query, x, target [N, T, H, ...], log_decay and step_size [N, T, H]. state: the memory
+    [N, H, M, D], and in stale mode the anchor, like it, and the offset [N]. Returns y [N, T, H,
+    ...] and the state after the last token; its offset stays that of the start.
     """
-    memory, anchor, offset = state
-    dtype = memory.dtype
+    query, x, target, log_decay, step_size = inputs
+    memory, *stale = state
+    tokens = zip(*(rows.unbind(1) for rows in (query, x, target, log_decay.exp(), step_size)))
     outputs = []
-    for t in range(x.shape[1]):
-        x_t, target_t, query_t = x[:, t].to(dtype), target[:, t].to(dtype), query[:, t].to(dtype)
-        beta_t, gamma_t = log_beta[:, t].to(dtype).exp(), gamma[:, t].to(dtype)
-        gradient_at = memory
-        if anchor is not None and offset is not None:
-            gradient_at = anchor = anchored(memory, anchor, (offset + t).remainder(minibatch))
+    for t, (query_t, x_t, target_t, decay, step) in enumerate(tokens):
+        if stale:
+            anchor, offset = stale
+            stale = [anchored(memory, anchor, (offset + t).remainder(minibatch)), offset]
+        z = _product(x_t, (stale[0] if stale else memory).mT)
+        write = step[..., None] * _gradient(phi, z, target_t)
+        memory = decay[..., None, None] * memory
+        memory = torch.addcmul(memory, write[..., None], x_t.unsqueeze(-2), value=-1)
+        outputs.append(_product(query_t, memory if transposed else memory.mT))
+    y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x if transposed else target)
+    return y, (memory, *stale)
 
-        z = torch.einsum("nhmd,nhd->nhm", gradient_at, x_t)
-        code, pull_back = torch.func.vjp(FUNCTIONS[phi], z)  # type: ignore[misc]
-        (u,) = pull_back(code - target_t)
-        write = torch.einsum("nh,nhm,nhd->nhmd", gamma_t, u, x_t)
-        memory = beta_t[..., None, None] * memory - write
 
-        read = "nhmd,nhm->nhd" if transposed else "nhmd,nhd->nhm"
-        outputs.append(torch.einsum(read, memory, query_t))
+def _product(vector: Tensor, matrix: Tensor) -> Tensor:
+    """[N, H, a] times [N, H, a, b]"""
+    return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
 
-    if outputs:
-        y = torch.stack(outputs, dim=1)
-    else:
-        y = query.new_zeros(
-            *query.shape[:3], memory.shape[3 if transposed else 2], dtype=memory.dtype
-        )
-    if anchor is None or offset is None:
-        return y, PassState(memory)
-    return y, move_on(memory, anchor, offset + x.shape[1], minibatch)
+
+def _gradient(phi: str, z: Tensor, target: Tensor) -> Tensor:
+    """u = J_phi(z)^T (phi(z) - target).
+
+    By autograd where u is to be differentiated in turn; else, as in decoding, by the formulas of
+    activations.py, which take a fraction of the time.
+    """
+    if not torch.is_grad_enabled() and not under_transform():
+        return PHI[phi].gradient(z, target)
+    code, pull_back = torch.func.vjp(FUNCTIONS[phi], z)  # type: ignore[misc]
+    return pull_back(code - target)[0]

@@ -1,4 +1,4 @@
-"""What a memory carries from one call to the next."""
+"""What a memory carries from one call to the next, and what every backend gets of a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ... import checks
 
 
 class PassState(NamedTuple):
@@ -21,36 +23,39 @@ class PassState(NamedTuple):
     anchor: Tensor | None = None
     offset: Tensor | None = None
 
-    def select(self, which: slice) -> PassState:
-        """Some of the sequences."""
-        anchor, offset = self.anchor, self.offset
-        return PassState(
-            self.memory[which],
-            None if anchor is None else anchor[which],
-            None if offset is None else offset[which],
-        )
+    def checked(
+        self, name: str, expected: Sequence[int], minibatch: int, dtype: torch.dtype
+    ) -> PassState:
+        """The same in the dtype of the computation; in stale mode with an anchor and an offset.
 
-    @staticmethod
-    def cat(states: Sequence[PassState]) -> PassState:
-        """The sequences of all states, one after the other."""
-        anchors = [s.anchor for s in states if s.anchor is not None]
-        offsets = [s.offset for s in states if s.offset is not None]
-        return PassState(
-            torch.cat([s.memory for s in states]),
-            torch.cat(anchors) if anchors else None,
-            torch.cat(offsets) if offsets else None,
-        )
+        name: what errors call the memory. expected: its shape. minibatch: 1 in exact mode.
+        """
+        memory, anchor, offset = self
+        checks.floats(**{name: memory})
+        checks.shape(name, memory, expected, "[N,H,M,D]")
+        memory = memory.to(dtype)
+        if minibatch == 1:
+            return PassState(memory)
+        if (offset is None) != (anchor is None):
+            raise ValueError(f"{name}: anchor and offset must be given together; one is missing")
+        if offset is None or anchor is None:
+            offset = torch.zeros(expected[0], dtype=torch.long, device=memory.device)
+            return PassState(memory, memory, offset)
+        checks.shape(f"{name} offset", offset, expected[:1], "[N]")
+        if offset.device.type == "cpu" and not torch.compiler.is_compiling():
+            checks.offsets(offset, minibatch)  # on a GPU this would wait for the device
+        checks.shape(f"{name} anchor", anchor, expected, "[N,H,M,D]")
+        return PassState(memory, anchor.to(dtype), offset)
+
+    def moved_on(self, read: int | Tensor, minibatch: int) -> Tensor:
+        """The offset in stale mode after `read` more tokens, a number or [N]."""
+        assert self.offset is not None
+        return (self.offset + read).remainder(minibatch)
 
 
 def anchored(memory: Tensor, anchor: Tensor, offset: Tensor) -> Tensor:
     """The anchor in use: the memory itself where a mini-batch is about to start."""
     return torch.where(offset.eq(0)[:, None, None, None], memory, anchor)
-
-
-def move_on(memory: Tensor, anchor: Tensor, offset: Tensor, minibatch: int) -> PassState:
-    """The state in stale mode after reading up to `offset`, which may pass the mini-batch's end."""
-    offset = offset.remainder(minibatch)
-    return PassState(memory, anchored(memory, anchor, offset), offset)
 
 
 class MemoryState(NamedTuple):
@@ -78,3 +83,47 @@ class MemoryState(NamedTuple):
         return MemoryState(
             key_pass.memory, value_pass.memory, key_pass.anchor, value_pass.anchor, key_pass.offset
         )
+
+
+class Pass(NamedTuple):
+    """One pass of a call, but for its query.
+
+    x: [B, T, H, D], what is written. target: [B, T, H, M]. log_decay, step_size: [B, T, H].
+    start: the state to start from, with an anchor and an offset exactly in stale mode. Where the
+        offset is 0, the anchor is of no meaning.
+    """
+
+    x: Tensor
+    target: Tensor
+    log_decay: Tensor
+    step_size: Tensor
+    phi: str
+    transposed: bool
+    start: PassState
+
+
+class Call(NamedTuple):
+    """A call of `trellis_memory` whose arguments have been checked. minibatch: 1 in exact mode."""
+
+    q: Tensor
+    keys: Pass
+    values: Pass
+    f: str
+    psi: str
+    minibatch: int
+    cu_seqlens: Tensor | None
+
+    @property
+    def read(self) -> int | Tensor:
+        """How many tokens the call reads of each sequence: a number, or [N]."""
+        return tokens_read(self.q, self.cu_seqlens)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the memory reads of the tokens, [B, T, H, ...] each."""
+        return (self.q, *self.keys[:4], *self.values[:4])
+
+
+def tokens_read(x: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
+    """How many tokens x [B, T, ...] holds of each sequence: a number, or [N] for a pack."""
+    return x.shape[1] if cu_seqlens is None else cu_seqlens.diff()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import checks
-from ..dispatch import constant_when_compiled
+from ..dispatch import NoKernel, constant_when_compiled
 
 #: Where the headers are that all kernels may include.
 SHARED = Path(__file__).parent
@@ -42,10 +42,6 @@ TARGETS = {
 
 
 log = logging.getLogger("trellis")
-
-
-class NoKernel(RuntimeError):
-    """The kernel cannot be had here; the message says why and what would help."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ class TTT(Recurrence):
     changing: ClassVar[int | None] = 1
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
-        q = inputs[0]
-        assert q is not None
+        q = cast(Tensors, inputs)[0]
         return q.shape[2], q.shape[3]
 
     def reference(self, inputs: Inputs, state: Tensors) -> tuple[Tensor, Tensors]:
@@ -137,11 +136,7 @@ class _Segment:
         self.carried = empty is not None and bool(empty[: rounds.counts[0], 0].any())
         self.first = first
         #: The last row of each sequence and head, and whether its mini-batch is left open.
-        self.last = torch.empty(first.stop, dtype=torch.long, device=eta.device)
-        for part in self.parts:
-            self.last[: part.stop - part.start] = torch.arange(
-                part.start, part.stop, device=eta.device
-            )
+        self.last = rounds.last_rows(heads, eta.device)
         self.open = 1 - self.ends[self.last]
         #: Open still since the call before: the first mini-batch is the last.
         self.still = self.open * self.last.lt(first.stop)[:, None, None] if self.carried else None

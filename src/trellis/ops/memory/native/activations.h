@@ -1,13 +1,34 @@
 // phi, f and psi on one row of n numbers, padded with zeros to np; and their derivatives.
 #pragma once
+#include <stdexcept>
+#include <string_view>
 #include "simd.h"
 
 enum Activation { IDENTITY, SILU, GELU, TANH, LAYERNORM, L2NORM, LN_SILU, L2_SILU, SOFTMAX };
+constexpr std::string_view NAMES[] = {
+    "identity", "silu", "gelu", "tanh", "layernorm", "l2norm", "ln_silu", "l2_silu", "softmax"};
+// The largest size of keys, values and codes.
 constexpr int WIDEST = 256;
+
+static inline int activation(std::string_view name) {
+  for (int i = IDENTITY; i <= SOFTMAX; i++)
+    if (NAMES[i] == name) return i;
+  throw std::invalid_argument("there is no such activation");
+}
+
+// Sizes are padded with zeros to multiples of 16, whole vectors of any instruction set.
+static inline int padded(int n) { return (n + 15) / 16 * 16; }
 
 struct Width {
   int n, np;
   const float* mask;  // 1 for the n real entries, 0 for the padding
+};
+
+struct Mask {
+  alignas(64) float on[WIDEST];
+  explicit Mask(int n) {
+    for (int i = 0; i < WIDEST; i++) on[i] = i < n;
+  }
 };
 
 struct Silu {
@@ -151,7 +172,8 @@ static __attribute__((noinline)) void activate(int act, const float* z, float* o
 }
 
 // out = J(z)^T g.
-static __attribute__((noinline)) void pull_back(int act, const float* z, const float* g, float* out, Width w) {
+static __attribute__((noinline)) void pull_back(
+    int act, const float* z, const float* g, float* out, Width w) {
   alignas(64) float inner[WIDEST], normal[WIDEST];
   switch (act) {
     case IDENTITY: if (out != g) std::memcpy(out, g, 4 * w.np); break;

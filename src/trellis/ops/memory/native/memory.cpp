@@ -1,41 +1,13 @@
-// The two-pass compression memory: forward, backward and one-token step, one (sequence, head) at a
-// time. No torch headers: Python passes plain pointers (see library.py beside this file).
-#include <algorithm>
+// The two-pass compression memory: forward and backward, one (sequence, head) at a time. No torch
+// headers: Python calls the C functions at the end of this file (see ../custom_op.py).
 #include <cstdlib>
 #include <memory>
 #include <new>
-#include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 #include "pass.h"
 #include "step.h"
-#include "tensors.h"
-
-struct Sequence {
-  int64_t batch, token, length, offset, saved;  // saved: its first place among the saved memories
-};
-
-struct State {  // [N, H, m, d] each; the anchors in stale mode only
-  float *first, *second, *first_anchor, *second_anchor;
-};
-
-struct Problem {
-  int64_t sequences, heads, threads;
-  int64_t d1, m1, d2, m2;  // sizes of x and target in each pass
-  int64_t phi1, phi2, f, psi;
-  int64_t transposed;      // the value pass reads with the transpose
-  int64_t minibatch;       // 1: exact
-  int64_t segment;         // tokens between saved memories, a multiple of the minibatch
-  int64_t shared_target;   // both passes have the same target: its gradients are added up
-  const Sequence* sequence;
-  Tensor q, x1, t1, x2, t2, log_beta1, gamma1, log_beta2, gamma2;
-  Tensor y;                // dy in the backward
-  State start, final;      // in the backward: gradients of the start, gradients of the final state
-  State origin;            // backward: the state that the forward started from
-  float* saved;            // null: nothing is saved
-  Tensor dq, dx1, dt1, dx2, dt2, dlog_beta1, dgamma1, dlog_beta2, dgamma2;
-};
 
 namespace {
 
@@ -50,13 +22,6 @@ struct Buffer {
   }
   ~Buffer() { std::free(data); }
   float* data;
-};
-
-struct Mask {
-  alignas(64) float on[WIDEST];
-  explicit Mask(int n) {
-    for (int i = 0; i < WIDEST; i++) on[i] = i < n;
-  }
 };
 
 // Chunks end at multiples of 16 inside a mini-batch and at its end. Positions count from the start
@@ -105,18 +70,18 @@ struct Runner {
   void read_inputs(
       Chunk& a, Chunk& b, float* q, const Sequence& s, int64_t h, int64_t at, int count) const {
     const int64_t token = s.token + at - s.offset;
-    read_rows(p.q, s.batch, token, h, count, q, p.d1, one.D());
-    read_rows(p.x1, s.batch, token, h, count, a.x, p.d1, one.D());
-    read_rows(p.t1, s.batch, token, h, count, a.target, p.m1, one.M());
-    read_rows(p.x2, s.batch, token, h, count, b.x, p.d2, two.D());
+    read_rows(p.in.q, s.batch, token, h, count, q, p.d1, one.D());
+    read_rows(p.in.x1, s.batch, token, h, count, a.x, p.d1, one.D());
+    read_rows(p.in.t1, s.batch, token, h, count, a.target, p.m1, one.M());
+    read_rows(p.in.x2, s.batch, token, h, count, b.x, p.d2, two.D());
     if (p.shared_target)
       std::memcpy(b.target, a.target, 4 * C * one.M());
     else
-      read_rows(p.t2, s.batch, token, h, count, b.target, p.m2, two.M());
-    read_gate(p.log_beta1, s.batch, token, h, count, a.log_beta, 0);
-    read_gate(p.gamma1, s.batch, token, h, count, a.gamma, 0);
-    read_gate(p.log_beta2, s.batch, token, h, count, b.log_beta, 0);
-    read_gate(p.gamma2, s.batch, token, h, count, b.gamma, 0);
+      read_rows(p.in.t2, s.batch, token, h, count, b.target, p.m2, two.M());
+    read_gate(p.in.log_decay1, s.batch, token, h, count, a.log_decay);
+    read_gate(p.in.step_size1, s.batch, token, h, count, a.step_size);
+    read_gate(p.in.log_decay2, s.batch, token, h, count, b.log_decay);
+    read_gate(p.in.step_size2, s.batch, token, h, count, b.step_size);
   }
 
   // The chunk to be read next. Its rows are asked for one by one during the substitution, which
@@ -132,11 +97,11 @@ struct Runner {
 
   void prefetch(const Ahead& next, int t) const {
     if (t >= next.count) return;
-    prefetch_rows(p.q, next.batch, next.token + t, next.h, 1, p.d1);
-    prefetch_rows(p.x1, next.batch, next.token + t, next.h, 1, p.d1);
-    prefetch_rows(p.t1, next.batch, next.token + t, next.h, 1, p.m1);
-    prefetch_rows(p.x2, next.batch, next.token + t, next.h, 1, p.d2);
-    if (!p.shared_target) prefetch_rows(p.t2, next.batch, next.token + t, next.h, 1, p.m2);
+    prefetch_rows(p.in.q, next.batch, next.token + t, next.h, 1, p.d1);
+    prefetch_rows(p.in.x1, next.batch, next.token + t, next.h, 1, p.d1);
+    prefetch_rows(p.in.t1, next.batch, next.token + t, next.h, 1, p.m1);
+    prefetch_rows(p.in.x2, next.batch, next.token + t, next.h, 1, p.d2);
+    if (!p.shared_target) prefetch_rows(p.in.t2, next.batch, next.token + t, next.h, 1, p.m2);
   }
 
   // The writes of both passes. Their substitutions do not depend on each other, so they run side
@@ -213,7 +178,14 @@ struct Runner {
         const Head& next = &head == &heads.back() ? heads.front() : *(&head + 1);
         forward_turn(s, head, next, std::min(until, last), last, space);
       }
-    for (auto& head : heads) store_state(p.final, n, head);
+    for (auto& head : heads) {
+      // Between two mini-batches the anchor is the memory.
+      if (stale && plan.starts_minibatch(last)) {
+        std::memcpy(head.first_anchor, head.first, 4 * memory1());
+        std::memcpy(head.second_anchor, head.second, 4 * memory2());
+      }
+      store_state(p.final, n, head);
+    }
   }
 
   void forward_turn(
@@ -235,12 +207,12 @@ struct Runner {
       const int64_t at = head.at;
       end = plan.end_of_chunk(at, last);
       const int count = end - at;
-      if (p.saved && (at == s.offset || at % plan.segment == 0)) {
-        float* place = p.saved + ((s.saved + at / plan.segment) * p.heads + h) * both;
+      if (p.saved.given() && (at == s.offset || at % plan.segment == 0)) {
+        float* place = p.saved.floats() + ((s.saved + at / plan.segment) * p.heads + h) * both;
         std::memcpy(place, a.memory, 4 * memory1());
         std::memcpy(place + memory1(), b.memory, 4 * memory2());
       }
-      if (stale && at != s.offset && plan.starts_minibatch(at)) {
+      if (stale && plan.starts_minibatch(at)) {
         std::memcpy(head.first_anchor, a.memory, 4 * memory1());
         std::memcpy(head.second_anchor, b.memory, 4 * memory2());
       }
@@ -285,6 +257,7 @@ struct Runner {
 
   void backward(int64_t n, int64_t from, int64_t to, float* space) const {
     const Sequence& s = p.sequence[n];
+    const int64_t last = s.offset + s.length;
     std::vector<Head> heads(to - from);
     for (auto& head : heads) {
       head.h = from + (&head - heads.data());
@@ -294,8 +267,8 @@ struct Runner {
       head.origin_anchor1 = space, head.origin_anchor2 = space + memory1();
       space += memory1() + memory2();
       load_anchors(p.origin, n, head.h, head.origin_anchor1, head.origin_anchor2);
+      if (plan.starts_minibatch(last)) move_anchors(head);
     }
-    const int64_t last = s.offset + s.length;
     const int64_t segments = s.length ? (last + plan.segment - 1) / plan.segment : 0;
     for (int64_t g = segments - 1; g >= 0; g--)
       for (auto& head : heads) backward_segment(s, head, g, space);
@@ -321,12 +294,12 @@ struct Runner {
     float *qm2 = take(C * widest()), *y = take(C * widest()), *rows = take(C * widest());
     float *lanes = take(C * widest()), *lanes2 = take(C * widest());
     float *scores = take(C * C), *scores2 = take(C * C), *gates = take(4 * C);
-    float *dgamma1 = gates, *dgamma2 = gates + C, *dbeta1 = gates + 2 * C, *dbeta2 = gates + 3 * C;
+    float *dstep1 = gates, *dstep2 = gates + C, *ddecay1 = gates + 2 * C, *ddecay2 = gates + 3 * C;
     float *d1 = head.first, *d2 = head.second;  // gradients of the memories behind the chunk
 
     const int64_t h = head.h, last = s.offset + s.length;
     const int64_t stop = std::min((g + 1) * plan.segment, last);
-    const float* place = p.saved + ((s.saved + g) * p.heads + h) * (memory1() + memory2());
+    const float* place = p.saved.floats() + ((s.saved + g) * p.heads + h) * (memory1() + memory2());
     int chunks = 0;
     for (int64_t at = std::max(g * plan.segment, s.offset), end; at < stop; at = end, chunks++) {
       end = plan.end_of_chunk(at, last);
@@ -339,13 +312,12 @@ struct Runner {
         one.next(as[chunks - 1], a.memory, rows);
         two.next(bs[chunks - 1], b.memory, rows);
       }
-      const bool first = at == s.offset;
-      if (stale && (first || plan.starts_minibatch(at))) {
-        a.anchor = first ? head.origin_anchor1 : a.memory;
-        b.anchor = first ? head.origin_anchor2 : b.memory;
-      } else if (stale) {
+      if (plan.starts_minibatch(at))
+        a.anchor = a.memory, b.anchor = b.memory;
+      else if (at == s.offset)
+        a.anchor = head.origin_anchor1, b.anchor = head.origin_anchor2;
+      else
         a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
-      }
       read_inputs(a, b, qs[chunks], s, h, at, end - at);
       write(a, b, ahead(s, h, end, stop));
     }
@@ -356,10 +328,10 @@ struct Runner {
       const int count = plan.end_of_chunk(ats[i], last) - ats[i];
       read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
       if (i > 0) prefetch_rows(p.y, s.batch, token - C, h, C, y_width());
-      prefetch_rows<true>(p.dq, s.batch, token, h, count, p.d1);
-      prefetch_rows<true>(p.dx1, s.batch, token, h, count, p.d1);
-      prefetch_rows<true>(p.dx2, s.batch, token, h, count, p.d2);
-      prefetch_rows<true>(p.dt1, s.batch, token, h, count, p.m1);
+      prefetch_rows<true>(p.grad.q, s.batch, token, h, count, p.d1);
+      prefetch_rows<true>(p.grad.x1, s.batch, token, h, count, p.d1);
+      prefetch_rows<true>(p.grad.x2, s.batch, token, h, count, p.d2);
+      prefetch_rows<true>(p.grad.t1, s.batch, token, h, count, p.m1);
       one.read(a, q, yhat, qm, scores);
       for (int t = 0; t < C; t++)
         activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
@@ -382,44 +354,58 @@ struct Runner {
       for (int t = 0; t < C; t++)
         pull_back(p.f, yhat + t * one.M(), dquery + t * one.M(), dyhat + t * one.M(), one.wide);
       one.back_read(a, q, qm, scores, dyhat, d1, ba);
-      write_rows(p.dq, s.batch, token, h, count, ba.rows, p.d1, one.D());
+      write_rows(p.grad.q, s.batch, token, h, count, ba.rows, p.d1, one.D());
       for (int t = C - 1; t >= 0; t--) {
-        one.substitute_back(a, ba, dgamma1, t);
-        two.substitute_back(b, bb, dgamma2, t);
+        one.substitute_back(a, ba, dstep1, t);
+        two.substitute_back(b, bb, dstep2, t);
       }
-      one.finish(a, ba, q, dyhat, d1, head.first_anchor, dbeta1);
+      one.finish(a, ba, q, dyhat, d1, head.first_anchor, ddecay1);
       two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, head.second_anchor,
-                 dbeta2);
-      if (stale && ats[i] != s.offset && plan.starts_minibatch(ats[i])) {
-        move(head.first_anchor, d1, memory1());
-        move(head.second_anchor, d2, memory2());
-      }
+                 ddecay2);
+      if (stale && plan.starts_minibatch(ats[i])) move_anchors(head);
       to_rows(ba.dx_lanes, rows, one.D());
-      write_rows(p.dx1, s.batch, token, h, count, rows, p.d1, one.D());
+      write_rows(p.grad.x1, s.batch, token, h, count, rows, p.d1, one.D());
       to_rows(bb.dx_lanes, rows, two.D());
-      write_rows(p.dx2, s.batch, token, h, count, rows, p.d2, two.D());
+      write_rows(p.grad.x2, s.batch, token, h, count, rows, p.d2, two.D());
       if (p.shared_target)
         for (int j = 0; j < C * one.M(); j++) ba.dtarget[j] += bb.dtarget[j];
       else
-        write_rows(p.dt2, s.batch, token, h, count, bb.dtarget, p.m2, two.M());
-      write_rows(p.dt1, s.batch, token, h, count, ba.dtarget, p.m1, one.M());
-      write_gate(p.dlog_beta1, s.batch, token, h, count, dbeta1);
-      write_gate(p.dgamma1, s.batch, token, h, count, dgamma1);
-      write_gate(p.dlog_beta2, s.batch, token, h, count, dbeta2);
-      write_gate(p.dgamma2, s.batch, token, h, count, dgamma2);
+        write_rows(p.grad.t2, s.batch, token, h, count, bb.dtarget, p.m2, two.M());
+      write_rows(p.grad.t1, s.batch, token, h, count, ba.dtarget, p.m1, one.M());
+      write_gates(p.grad.log_decay1, p.grad.log_decay2, s.batch, token, h, count, ddecay1, ddecay2);
+      write_gates(p.grad.step_size1, p.grad.step_size2, s.batch, token, h, count, dstep1, dstep2);
     }
   }
 
-  // The gradient of an anchor joins that of the memory that it was a copy of.
-  static void move(float* anchor, float* memory, size_t n) {
-    for (size_t i = 0; i < n; i++) memory[i] += anchor[i], anchor[i] = 0;
+  // Gradients of a gate of both passes. A gate that they share was given once.
+  static void write_gates(
+      const Tensor& one, const Tensor& two, int64_t batch, int64_t token, int64_t h, int count,
+      float* d1, const float* d2) {
+    if (two.given())
+      write_gate(two, batch, token, h, count, d2);
+    else
+      for (int t = 0; t < count; t++) d1[t] += d2[t];
+    write_gate(one, batch, token, h, count, d1);
+  }
+
+  // The gradients of anchors join those of the memories that they are copies of.
+  void move_anchors(Head& head) const {
+    auto move = [](float* anchor, float* memory, size_t n) {
+      for (size_t i = 0; i < n; i++) memory[i] += anchor[i], anchor[i] = 0;
+    };
+    move(head.first_anchor, head.first, memory1());
+    move(head.second_anchor, head.second, memory2());
   }
 
   int run(bool forwards) const {
+    if (forwards && p.saved.given()) {  // places that no sequence has are part of the result
+      const int64_t place = p.heads * (memory1() + memory2());
+      std::memset(p.saved.floats() + p.places * place, 0, 4 * (p.saved.size[0] - p.places) * place);
+    }
     // Heads that take turns in one task: enough tasks for all threads, and memories that fit L2.
     const int64_t group = std::clamp<int64_t>(
-        p.sequences * p.heads / (2 * p.threads), 1, std::min<int64_t>(p.heads, 6));
-    const int64_t groups = (p.heads + group - 1) / group, tasks = p.sequences * groups;
+        p.sequences() * p.heads / (2 * p.threads), 1, std::min<int64_t>(p.heads, 6));
+    const int64_t groups = (p.heads + group - 1) / group, tasks = p.sequences() * groups;
     const size_t floats = forwards ? forward_floats(group) : backward_floats(group);
     bool failed = false;
 #pragma omp parallel num_threads(p.threads)
@@ -446,75 +432,6 @@ struct Runner {
   }
 };
 
-// One token for each sequence, none of it saved: a step of decoding, straight on the states.
-struct Step {
-  const Problem& p;
-  Mask mask1, mask2, mask_d2;
-  explicit Step(const Problem& p) : p(p), mask1(p.m1), mask2(p.m2), mask_d2(p.d2) {}
-
-  static bool fits(const Problem& p) {
-    if (p.saved) return false;
-    for (int64_t n = 0; n < p.sequences; n++)
-      if (p.sequence[n].length != 1) return false;
-    return true;
-  }
-
-  static float* row_of(const Tensor& x, const Sequence& s, int64_t h, float* out, int n) {
-    std::memset(out, 0, 4 * WIDEST);
-    read_row(x, s.batch * x.batch + s.token * x.token + h * x.head, out, n);
-    return out;
-  }
-
-  void head(int64_t n, int64_t h) const {
-    const Sequence& s = p.sequence[n];
-    const bool stale = p.minibatch > 1;
-    alignas(64) float q[WIDEST], x[WIDEST], target[WIDEST], z[WIDEST], u[WIDEST], y[WIDEST];
-    float log_beta, gamma;
-    auto of = [&](float* state, int64_t size) { return state + (n * p.heads + h) * size; };
-    auto gate = [&](const Tensor& t, float& value) {
-      read_row(t, s.batch * t.batch + s.token * t.token + h * t.head, &value, 1);
-    };
-    // Where a mini-batch starts, Python has made the anchor a copy of the memory.
-    auto write = [&](const float* memory, const float* anchor, float* next, float* next_anchor,
-                     int phi, int m, int d, const float* mask) {
-      const Width w = {m, padded(m), mask};
-      step_write(memory, stale ? anchor : memory, next, x, target, log_beta, gamma, phi, w, d, z, u);
-      if (stale) std::memcpy(next_anchor, anchor, 4 * size_t(m) * d);
-    };
-    const int64_t size1 = p.m1 * p.d1, size2 = p.m2 * p.d2;
-    row_of(p.x1, s, h, x, p.d1), row_of(p.t1, s, h, target, p.m1);
-    gate(p.log_beta1, log_beta), gate(p.gamma1, gamma);
-    float* first = of(p.final.first, size1);
-    write(of(p.start.first, size1), stale ? of(p.start.first_anchor, size1) : nullptr, first,
-          stale ? of(p.final.first_anchor, size1) : nullptr, p.phi1, p.m1, p.d1, mask1.on);
-    row_of(p.q, s, h, q, p.d1);
-    std::memset(y, 0, sizeof y);
-    step_read(first, q, y, p.m1, p.d1);
-    activate(p.f, y, q, {int(p.m1), padded(p.m1), mask1.on});
-
-    row_of(p.x2, s, h, x, p.d2), row_of(p.t2, s, h, target, p.m2);
-    gate(p.log_beta2, log_beta), gate(p.gamma2, gamma);
-    float* second = of(p.final.second, size2);
-    write(of(p.start.second, size2), stale ? of(p.start.second_anchor, size2) : nullptr, second,
-          stale ? of(p.final.second_anchor, size2) : nullptr, p.phi2, p.m2, p.d2, mask2.on);
-    std::memset(y, 0, sizeof y);
-    const int width = p.transposed ? p.d2 : p.m2;
-    if (p.transposed)
-      step_read_transposed(second, q, y, p.m2, p.d2);
-    else
-      step_read(second, q, y, p.m2, p.d2);
-    activate(p.psi, y, y, {width, padded(width), p.transposed ? mask_d2.on : mask2.on});
-    write_row(p.y, s.batch * p.y.batch + s.token * p.y.token + h * p.y.head, y, width);
-  }
-
-  int run() const {
-    const int64_t tasks = p.sequences * p.heads;
-#pragma omp parallel for num_threads(p.threads) schedule(static)
-    for (int64_t i = 0; i < tasks; i++) head(i / p.heads, i % p.heads);
-    return 0;
-  }
-};
-
 int run(const Problem& p, bool forwards) {
   if (forwards && Step::fits(p)) return Step(p).run();
   const bool square64 = padded(p.d1) == 64 && padded(p.m1) == 64 && padded(p.d2) == 64 &&
@@ -522,13 +439,37 @@ int run(const Problem& p, bool forwards) {
   return square64 ? Runner<64>(p).run(forwards) : Runner<0>(p).run(forwards);
 }
 
+int called(
+    const char* options, const char* names, const Tensor* tensors, int64_t threads, bool forwards) {
+  try {
+    return run(Problem({options, names, tensors}, threads, forwards), forwards);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (const std::invalid_argument&) {
+    return 2;
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-// 0: done; 1: out of memory.
-int trellis_forward(const Problem* p) { return run(*p, true); }
-int trellis_backward(const Problem* p) { return run(*p, false); }
+// 0: done; 1: out of memory; 2: an option is missing or has an unknown value.
+int trellis_forward(
+    const char* options, const char* names, const Tensor* tensors, int64_t threads) {
+  return called(options, names, tensors, threads, true);
+}
+
+int trellis_backward(
+    const char* options, const char* names, const Tensor* tensors, int64_t threads) {
+  return called(options, names, tensors, threads, false);
+}
+
+// What Python has to know: the largest size, tokens between saved memories, and the size of a saved
+// memory for x of size d and a target of size m.
+int64_t trellis_widest() { return WIDEST; }
+int64_t trellis_segment(int64_t minibatch) { return segment_tokens(minibatch); }
+int64_t trellis_saved(int64_t d, int64_t m) { return int64_t(padded(d)) * padded(m); }
 
 int trellis_vector_length() { return VL; }
 }

@@ -5,25 +5,79 @@
 // write nor decay. The equations are in ../README.md.
 #pragma once
 #include "activations.h"
-#include "gemm.h"
 
 constexpr int C = 16;
+
+// Small matrix products.
+
+// acc[r][v] = sum over k of a[r * ar + k * ak] * b[k * bk + v * VL .. + VL]
+template <int R, int V>
+INLINE void tile(
+    const float* a, long ar, long ak, const float* b, long bk, int K, vf (&acc)[R][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) acc[r][v] = vf{};
+  for (int k = 0; k < K; k++) {
+    vf bv[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) bv[v] = load(b + k * bk + v * VL);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const float av = a[r * ar + k * ak];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) acc[r][v] += av * bv[v];
+    }
+  }
+}
+
+template <int R, int V, class Epilogue>
+INLINE void tiles(
+    int rows, int cols, int K, const float* a, long ar, long ak, const float* b, long bk,
+    Epilogue done) {
+  for (int c = 0; c < cols; c += V * VL)
+    for (int r = 0; r < rows; r += R) {
+      vf acc[R][V];
+      tile<R, V>(a + r * ar, ar, ak, b + c, bk, K, acc);
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) done(r + i, c + v * VL, acc[i][v]);
+    }
+}
+
+// For every row and vector of columns of the product A B: done(row, column, value).
+// A is [rows, K] with element (r, k) at a[r * ar + k * ak]; B is [K, cols] with rows of bk.
+// rows and cols are multiples of 16.
+template <class Epilogue>
+INLINE void product(
+    int rows, int cols, int K, const float* a, long ar, long ak, const float* b, long bk,
+    Epilogue done) {
+  if (VL == 16) {
+    if (cols % 64 == 0)
+      tiles<4, 4>(rows, cols, K, a, ar, ak, b, bk, done);
+    else if (cols % 32 == 0)
+      tiles<8, 2>(rows, cols, K, a, ar, ak, b, bk, done);
+    else
+      tiles<16, 1>(rows, cols, K, a, ar, ak, b, bk, done);
+  } else {
+    tiles<4, 2>(rows, cols, K, a, ar, ak, b, bk, done);
+  }
+}
 
 // What one chunk of one pass needs again in the backward.
 struct Chunk {
   float *memory;       // [D][M], before the chunk
   float *x, *x_lanes;  // [16][D], [D][16]
   float *target;       // [16][M]
-  float *z, *u, *writes;                 // [16][M]; writes = gamma u
+  float *z, *u, *writes;                 // [16][M]; writes = step_size u
   float *within, *before, *coupling;     // [16][16]: w(t,s), w(t-1,s), w(t-1,s) x_s.x_t
-  float *log_beta, *gamma, *start, *started; // [16]: log_beta, gamma, exp(L_t) and exp(L_{t-1})
+  float *log_decay, *step_size, *start, *started;  // [16]: the gates, exp(L_t) and exp(L_{t-1})
   const float* anchor;                   // [D][M] in stale mode
 };
 
 // v times the weights at w; exactly zero where the weight is, also for an infinite v.
 static inline vf weigh(vf v, const float* w) { return select(load(w) != 0.f, v * load(w), vf{}); }
-
-static inline int padded(int n) { return (n + 15) / 16 * 16; }
 
 // D and M as constants where DC and MC are not 0.
 template <int DC, int MC>
@@ -45,22 +99,22 @@ struct Pass {
     c.x = take(C * D()), c.x_lanes = take(C * D());
     c.target = take(C * M()), c.z = take(C * M()), c.u = take(C * M()), c.writes = take(C * M());
     c.within = take(C * C), c.before = take(C * C), c.coupling = take(C * C);
-    c.log_beta = take(C), c.gamma = take(C), c.start = take(C), c.started = take(C);
+    c.log_decay = take(C), c.step_size = take(C), c.start = take(C), c.started = take(C);
     return p;
   }
 
-  // From x, target, log_beta, gamma and memory: everything up to z before the substitution.
+  // From x, target, log_decay, step_size and memory: everything up to z before the substitution.
   void prepare(Chunk& c) const {
     float total = 1;
     for (int t = 0; t < C; t++) {
-      const float beta = c.log_beta[t] == 0 ? 1.f : std::exp(c.log_beta[t]);
+      const float decay = c.log_decay[t] == 0 ? 1.f : std::exp(c.log_decay[t]);
       c.started[t] = total;
-      total *= beta;
+      total *= decay;
       c.start[t] = total;
       for (int s = 0; s < C; s += VL) {
         const vf w = t ? load(c.within + (t - 1) * C + s) : vf{};
         store(c.before + t * C + s, w);
-        store(c.within + t * C + s, w * beta);
+        store(c.within + t * C + s, w * decay);
       }
       c.within[t * C + t] = 1;
     }
@@ -97,7 +151,7 @@ struct Pass {
     }
     float *u = c.u + t * M(), *write = c.writes + t * M();
     gradient(phi, z, c.target + t * M(), u, {wide.n, M(), wide.mask});
-    for (int i = 0; i < M(); i += VL) store(write + i, load(u + i) * c.gamma[t]);
+    for (int i = 0; i < M(); i += VL) store(write + i, load(u + i) * c.step_size[t]);
   }
 
   // Keep a non-finite write away from the rows before it, which multiply it by zero. Returns the
@@ -169,8 +223,8 @@ struct Pass {
     float *dwrites, *dz, *dtarget;    // [16][M]
     float *dx_lanes, *rows;           // [D][16]; rows [16][D] of a gradient
     float *writes_lanes, *lanes;      // [M][16]
-    float *pairs;                     // [16][16]: weigh the betas of s+1 .. t
-    float *starts;                    // [16]: weigh the betas of 1 .. t
+    float *pairs;                     // [16][16]: weigh the decays of s+1 .. t
+    float *starts;                    // [16]: weigh the decays of 1 .. t
     float *scratch;                   // [16][max(D, M)]
     static size_t floats(int D, int M) {
       return 4 * C * M + 2 * C * D + 2 * C * M + C * C + C + C * (D > M ? D : M);
@@ -260,8 +314,8 @@ struct Pass {
     back_next(c, dnext, b);
   }
 
-  // Row t of the substitution in reverse, from dwrites to dz, dtarget and dgamma.
-  inline void substitute_back(const Chunk& c, Back& b, float* dgamma, int t) const {
+  // Row t of the substitution in reverse, from dwrites to dz, dtarget and dstep_size.
+  inline void substitute_back(const Chunk& c, Back& b, float* dstep_size, int t) const {
     float* dwrite = b.dwrites + t * M();
     if (!stale) {
       constexpr int V = MC % (4 * VL) == 0 && MC ? 4 : 1;
@@ -282,9 +336,9 @@ struct Pass {
     vf total{};
     for (int i = 0; i < M(); i += VL) {
       total += load(c.u + t * M() + i) * load(dwrite + i);
-      store(direction + i, load(dwrite + i) * c.gamma[t]);
+      store(direction + i, load(dwrite + i) * c.step_size[t]);
     }
-    dgamma[t] = sum(total);
+    dstep_size[t] = sum(total);
     float* dtarget = b.dtarget + t * M();
     tangent(phi, c.z + t * M(), c.target + t * M(), direction, b.dz + t * M(), dtarget,
             {wide.n, M(), wide.mask});
@@ -295,7 +349,7 @@ struct Pass {
   // left [16][D] and right [16][M] are the read's outer product: (query, dy), or (dy, query).
   void finish(
       const Chunk& c, Back& b, const float* left, const float* right, float* dmemory,
-      float* danchor, float* dlog_beta) const {
+      float* danchor, float* dlog_decay) const {
     const float whole = c.start[C - 1];
     for (int t = 0; t < C; t++)
       for (int i = 0; i < M(); i += VL)
@@ -327,7 +381,7 @@ struct Pass {
       });
       alignas(64) float starts[C];
       for (int t = 0; t < C; t += VL) store(starts + t, rows[t / VL]);
-      // z_t sees the betas up to t - 1: one row up.
+      // z_t sees the decays up to t - 1: one row up.
       for (int t = 1; t < C; t++) b.starts[t - 1] += starts[t];
       product(C, C, M(), b.dz, M(), 1, b.writes_lanes, C, [&](int t, int s, vf v) {
         store(mixed + t * C + s, weigh(v, c.before + t * C + s));
@@ -342,7 +396,7 @@ struct Pass {
         store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) - v);
       });
     }
-    // d log_beta_i = sum over s < i <= t of pairs[t][s] + sum over t >= i of starts[t]
+    // d log_decay_i = sum over s < i <= t of pairs[t][s] + sum over t >= i of starts[t]
     alignas(64) float columns[C * C];
     vf below[C / VL] = {};
     for (int i = C - 1; i >= 0; i--)
@@ -355,7 +409,7 @@ struct Pass {
       from += b.starts[i];
       float across = 0;
       for (int s = 0; s < i; s++) across += columns[i * C + s];
-      dlog_beta[i] = from + across;
+      dlog_decay[i] = from + across;
     }
   }
 };

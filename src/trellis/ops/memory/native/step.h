@@ -1,6 +1,6 @@
-// One token of one pass on a state as Python holds it, [m][d]: for decoding.
+// One token of each sequence, straight on the states as Python holds them, [m][d]: for decoding.
 #pragma once
-#include "activations.h"
+#include "call.h"
 
 // Full vectors, then what is left over.
 template <class Vector, class Scalar>
@@ -17,19 +17,19 @@ INLINE float dot_any(const float* a, const float* b, int n) {
   return sum(total) + rest;
 }
 
-// memory -> next, both [m][d]; z is taken at `at`, the memory or its anchor. z and u are [WIDEST].
+// memory -> next, both [m][d]; z is taken at `at`, the memory or its anchor. z, u: [WIDEST].
 static inline void step_write(
     const float* memory, const float* at, float* next, const float* x, const float* target,
-    float log_beta, float gamma, int phi, Width w, int d, float* z, float* u) {
-  const float beta = std::exp(log_beta);
+    float log_decay, float step_size, int phi, Width w, int d, float* z, float* u) {
+  const float decay = std::exp(log_decay);
   std::memset(z, 0, 4 * w.np);
   for (int i = 0; i < w.n; i++) z[i] = dot_any(at + i * d, x, d);
   gradient(phi, z, target, u, w);
   for (int i = 0; i < w.n; i++) {
-    const float *row = memory + i * d, write = gamma * u[i];
+    const float *row = memory + i * d, write = step_size * u[i];
     float* out = next + i * d;
-    each(d, [&](int j) { store(out + j, load(row + j) * beta - load(x + j) * write); },
-         [&](int j) { out[j] = row[j] * beta - x[j] * write; });
+    each(d, [&](int j) { store(out + j, load(row + j) * decay - load(x + j) * write); },
+         [&](int j) { out[j] = row[j] * decay - x[j] * write; });
   }
 }
 
@@ -48,3 +48,75 @@ static inline void step_read_transposed(
          [&](int j) { y[j] += row[j] * query[i]; });
   }
 }
+
+// One token for each sequence, none of it saved: a step of decoding, straight on the states.
+struct Step {
+  const Problem& p;
+  Mask mask1, mask2, mask_d2;
+  explicit Step(const Problem& p) : p(p), mask1(p.m1), mask2(p.m2), mask_d2(p.d2) {}
+
+  static bool fits(const Problem& p) {
+    if (p.saved.given()) return false;
+    for (int64_t n = 0; n < p.sequences(); n++)
+      if (p.sequence[n].length != 1) return false;
+    return true;
+  }
+
+  static float* row_of(const Tensor& x, const Sequence& s, int64_t h, float* out, int n) {
+    std::memset(out, 0, 4 * WIDEST);
+    read_row(x, s.batch * x.batch + s.token * x.token + h * x.head, out, n);
+    return out;
+  }
+
+  void head(int64_t n, int64_t h) const {
+    const Sequence& s = p.sequence[n];
+    alignas(64) float q[WIDEST], x[WIDEST], target[WIDEST], z[WIDEST], u[WIDEST], y[WIDEST];
+    float log_decay, step_size;
+    auto of = [&](float* state, int64_t size) { return state + (n * p.heads + h) * size; };
+    auto gate = [&](const Tensor& t, float& value) {
+      read_row(t, s.batch * t.batch + s.token * t.token + h * t.head, &value, 1);
+    };
+    // One pass: reads the token's x, target and gates, and gives the memory after the token.
+    auto write = [&](const Tensor& x_of, const Tensor& target_of, const Tensor& log_decay_of,
+                     const Tensor& step_size_of, float* memory, float* anchor, float* next,
+                     float* next_anchor, int phi, Width w, int64_t d) {
+      const int64_t size = w.n * d;
+      row_of(x_of, s, h, x, d), row_of(target_of, s, h, target, w.n);
+      gate(log_decay_of, log_decay), gate(step_size_of, step_size);
+      const float* at = s.offset == 0 ? of(memory, size) : of(anchor, size);
+      float* out = of(next, size);
+      step_write(of(memory, size), at, out, x, target, log_decay, step_size, phi, w, d, z, u);
+      if (p.minibatch > 1)
+        std::memcpy(of(next_anchor, size), s.offset + 1 == p.minibatch ? out : at, 4 * size);
+      return out;
+    };
+    const Width wide1 = {int(p.m1), padded(p.m1), mask1.on};
+    const Width wide2 = {int(p.m2), padded(p.m2), mask2.on};
+    const float* first =
+        write(p.in.x1, p.in.t1, p.in.log_decay1, p.in.step_size1, p.start.first,
+              p.start.first_anchor, p.final.first, p.final.first_anchor, p.phi1, wide1, p.d1);
+    row_of(p.in.q, s, h, q, p.d1);
+    std::memset(y, 0, sizeof y);
+    step_read(first, q, y, p.m1, p.d1);
+    activate(p.f, y, q, wide1);
+
+    const float* second =
+        write(p.in.x2, p.in.t2, p.in.log_decay2, p.in.step_size2, p.start.second,
+              p.start.second_anchor, p.final.second, p.final.second_anchor, p.phi2, wide2, p.d2);
+    std::memset(y, 0, sizeof y);
+    const int width = p.transposed ? p.d2 : p.m2;
+    if (p.transposed)
+      step_read_transposed(second, q, y, p.m2, p.d2);
+    else
+      step_read(second, q, y, p.m2, p.d2);
+    activate(p.psi, y, y, {width, padded(width), p.transposed ? mask_d2.on : mask2.on});
+    write_row(p.y, s.batch * p.y.batch + s.token * p.y.token + h * p.y.head, y, width);
+  }
+
+  int run() const {
+    const int64_t tasks = p.sequences() * p.heads;
+#pragma omp parallel for num_threads(p.threads) schedule(static)
+    for (int64_t i = 0; i < tasks; i++) head(i / p.heads, i % p.heads);
+    return 0;
+  }
+};

@@ -6,7 +6,7 @@ from tests.support import problem, relative_rms
 
 from trellis.mixers import build_mixer
 from trellis.ops import compress, trellis_memory
-from trellis.ops.memory.native import library
+from trellis.ops.memory import custom_op
 from trellis.ops.native import build
 
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
@@ -14,8 +14,8 @@ NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
 @pytest.fixture(params=["native", "avx2", "portable"])
 def target(request, monkeypatch):
-    loaded = library.declared(build.open_library(build.library(library.SOURCE, request.param)))
-    monkeypatch.setattr(library, "kernel", lambda: loaded)
+    loaded = custom_op.declared(build.open_library(build.library(custom_op.SOURCE, request.param)))
+    monkeypatch.setattr(custom_op, "kernel", lambda: loaded)
     return request.param, loaded.trellis_vector_length()
 
 

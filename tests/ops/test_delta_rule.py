@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.ops.recurrences.cases import Shape
-from tests.ops.recurrences.delta_rule import decaying
+from tests.ops.recurrences.cases import delta_decaying
 from tests.ops.recurrences.test_every_recurrence import assert_within_limits
-from tests.support import relative_rms
+from tests.support import Shape, relative_rms
 
 from trellis.ops import delta_rule
 
@@ -15,7 +14,7 @@ from trellis.ops import delta_rule
 @pytest.mark.parametrize("beta", [1.0, 1.99])
 def test_equal_keys(beta):
     """The worst conditioned system: every key finds every write before it in full."""
-    case = decaying(Shape(tokens=200, batch=1, heads=1))
+    case = delta_decaying(Shape(tokens=200, batch=1, heads=1))
     case.over_tokens["k"] = case.over_tokens["k"][:, :1].expand_as(case.over_tokens["k"])
     case.over_tokens["beta"].fill_(beta)
     case.over_tokens["log_decay"].zero_()
@@ -24,14 +23,14 @@ def test_equal_keys(beta):
 
 def test_a_written_value_is_found():
     """With beta = 1 and no decay, reading with the key just written gives its value."""
-    inputs = decaying(Shape(tokens=90)).over_tokens
+    inputs = delta_decaying(Shape(tokens=90)).over_tokens
     k, v = inputs["k"], inputs["v"]
     y, _ = delta_rule(k, k, v, torch.ones_like(inputs["beta"]), scale=1.0)
     assert relative_rms(y, v) < 1e-12
 
 
 def test_the_default_scale():
-    inputs = decaying(Shape(tokens=9)).over_tokens
+    inputs = delta_decaying(Shape(tokens=9)).over_tokens
     y, none = delta_rule(**inputs)
     assert none is None
     scaled, _ = delta_rule(**inputs, scale=1.0)

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from tests.ops.recurrences.cases import Shape
-from tests.ops.recurrences.linear_attention import grouped
-from tests.support import relative_rms
+from tests.ops.recurrences.cases import linear_groups_decaying
+from tests.support import Shape, relative_rms
 
 from trellis.ops import LinearAttentionState, linear_attention
 
 
 def test_groups_are_repeated_queries_and_keys():
-    case = grouped(Shape(tokens=100))
+    case = linear_groups_decaying(Shape(tokens=100))
     shared, _ = case.call(case.over_tokens, case.states, None, "chunked")
     repeated = {n: case.over_tokens[n].repeat_interleave(3, dim=2) for n in ("q", "k")}
     apart, _ = case.call(case.over_tokens | repeated, case.states, None, "chunked")

@@ -1,0 +1,261 @@
+// A call as Python makes it: its options, its tensors, and their rows in fp32.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "activations.h"
+
+// Letters that stand for the types of tensors.
+enum Type : int64_t { FLOAT32 = 'f', BFLOAT16 = 'b', FLOAT16 = 'h', INT32 = 'i', INT64 = 'q' };
+
+// [batch, token, head, n], the last dimension contiguous; n is missing from gates.
+struct Tensor {
+  void* data;
+  int64_t type, size[4];
+  int64_t batch, token, head, entry;  // strides in elements
+
+  bool given() const { return type != 0; }
+  float* floats() const { return static_cast<float*>(data); }
+  int64_t integer(int64_t i) const {
+    return type == INT64 ? static_cast<int64_t*>(data)[i] : static_cast<int32_t*>(data)[i];
+  }
+};
+
+// Options in a text such as "phi1=silu minibatch=16", and tensors whose names are a text such as
+// "q x1": both are found by name, in any order.
+struct Call {
+  std::string_view options, names;
+  const Tensor* tensors;
+
+  Tensor tensor(std::string_view prefix, std::string_view name) const {
+    const Tensor* found = tensors;
+    for (std::string_view rest = names; !rest.empty(); found++) {
+      const std::string_view word = next(rest);
+      if (word.size() == prefix.size() + name.size() && word.substr(0, prefix.size()) == prefix &&
+          word.substr(prefix.size()) == name)
+        return *found;
+    }
+    return {};
+  }
+
+  std::string_view option(std::string_view name) const {
+    for (std::string_view rest = options; !rest.empty();) {
+      const std::string_view word = next(rest);
+      if (word.size() > name.size() && word[name.size()] == '=' &&
+          word.substr(0, name.size()) == name)
+        return word.substr(name.size() + 1);
+    }
+    throw std::invalid_argument("an option is missing");
+  }
+
+  int64_t number(std::string_view name) const {
+    int64_t value = 0;
+    for (char digit : option(name)) value = 10 * value + (digit - '0');
+    return value;
+  }
+
+ private:
+  // Takes a word off the text.
+  static std::string_view next(std::string_view& text) {
+    const std::string_view word = text.substr(0, text.find(' '));
+    text.remove_prefix(std::min(text.size(), word.size() + 1));
+    return word;
+  }
+};
+
+static inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+static inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float from_half(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // A half's exponent and fraction, read as a float, are off by a power of two; also subnormal.
+  return from_bits(sign | to_bits(from_bits(rest << 13) * from_bits(0x77800000)));
+}
+
+static inline uint16_t to_half(float x) {
+  const uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return sign | 0x7e00;
+  if (rest >= 0x477ff000) return sign | 0x7c00;  // rounds to infinity
+  if (rest < 0x38800000) {  // subnormal: let the addition round
+    const float aligned = from_bits(rest) + 0.5f;
+    return sign | (to_bits(aligned) - to_bits(0.5f));
+  }
+  const uint32_t rounded = rest + 0xfff + (rest >> 13 & 1) - 0x38000000;
+  return sign | rounded >> 13;
+}
+
+static inline uint16_t to_bfloat(float x) {
+  const uint32_t bits = to_bits(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40;  // NaN
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Rows are short: a loop beats the call of memcpy.
+INLINE void copy(const float* in, float* out, int n) {
+  int i = 0;
+  for (; i + VL <= n; i += VL) store(out + i, load(in + i));
+  for (; i < n; i++) out[i] = in[i];
+}
+
+static inline void read_row(const Tensor& x, int64_t at, float* out, int n) {
+  if (x.type == FLOAT32) return copy(static_cast<const float*>(x.data) + at, out, n);
+  const uint16_t* p = static_cast<const uint16_t*>(x.data) + at;
+  if (x.type == BFLOAT16)
+    for (int i = 0; i < n; i++) out[i] = from_bits(uint32_t(p[i]) << 16);
+  else
+    for (int i = 0; i < n; i++) out[i] = from_half(p[i]);
+}
+
+static inline void write_row(const Tensor& x, int64_t at, const float* in, int n) {
+  if (x.type == FLOAT32) return copy(in, static_cast<float*>(x.data) + at, n);
+  uint16_t* p = static_cast<uint16_t*>(x.data) + at;
+  if (x.type == BFLOAT16)
+    for (int i = 0; i < n; i++) p[i] = to_bfloat(in[i]);
+  else
+    for (int i = 0; i < n; i++) p[i] = to_half(in[i]);
+}
+
+// `count` tokens from `token` on into the first rows of out [16][np]; zeros elsewhere.
+static inline void read_rows(
+    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, float* out, int n,
+    int np) {
+  const int64_t at = batch * x.batch + token * x.token + head * x.head;
+  for (int t = 0; t < 16; t++) {
+    float* row = out + t * np;
+    if (t < count) read_row(x, at + t * x.token, row, n);
+    const int filled = t < count ? n : 0;
+    if (filled < np) std::memset(row + filled, 0, 4 * (np - filled));
+  }
+}
+
+// Ask for rows ahead of their use; WRITE: they will be written.
+template <bool WRITE = false>
+static inline void prefetch_rows(
+    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, int n) {
+  const int size = x.type == FLOAT32 ? 4 : 2;
+  const char* at = static_cast<const char*>(x.data) +
+                   size * (batch * x.batch + token * x.token + head * x.head);
+  for (int t = 0; t < count; t++)
+    for (int i = 0; i < n * size; i += 64) __builtin_prefetch(at + size * t * x.token + i, WRITE);
+}
+
+static inline void write_rows(
+    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, const float* in,
+    int n, int np) {
+  const int64_t at = batch * x.batch + token * x.token + head * x.head;
+  for (int t = 0; t < count; t++) write_row(x, at + t * x.token, in + t * np, n);
+}
+
+// A gate [batch, token, head]: zeros behind the last token.
+static inline void read_gate(
+    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, float* out) {
+  const int64_t at = batch * x.batch + token * x.token + head * x.head;
+  for (int t = 0; t < 16; t++) {
+    out[t] = 0;
+    if (t < count) read_row(x, at + t * x.token, out + t, 1);
+  }
+}
+
+static inline void write_gate(
+    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, const float* in) {
+  const int64_t at = batch * x.batch + token * x.token + head * x.head;
+  for (int t = 0; t < count; t++) write_row(x, at + t * x.token, in + t, 1);
+}
+
+// State [m][d] (contiguous) <-> memory [D][M] with zeros in the padding.
+static inline void read_state(const float* state, float* memory, int m, int d, int M, int D) {
+  std::memset(memory, 0, 4 * size_t(M) * D);
+  for (int i = 0; i < m; i++)
+    for (int j = 0; j < d; j++) memory[j * M + i] = state[i * d + j];
+}
+
+static inline void write_state(float* state, const float* memory, int m, int d, int M) {
+  for (int i = 0; i < m; i++)
+    for (int j = 0; j < d; j++) state[i * d + j] = memory[j * M + i];
+}
+
+// Tokens between two saved memories, where the mini-batch allows.
+constexpr int64_t SEGMENT_TOKENS = 192;
+
+static inline int64_t segment_tokens(int64_t minibatch) {
+  return minibatch * std::max<int64_t>(1, SEGMENT_TOKENS / minibatch);
+}
+
+struct Sequence {
+  int64_t batch, token, length, offset, saved;  // saved: its first place among the saved memories
+};
+
+// [N, H, m, d] each; the anchors in stale mode only.
+struct State {
+  float *first, *second, *first_anchor, *second_anchor;
+  State(const Call& call, std::string_view prefix)
+      : first(call.tensor(prefix, "first").floats()),
+        second(call.tensor(prefix, "second").floats()),
+        first_anchor(call.tensor(prefix, "first_anchor").floats()),
+        second_anchor(call.tensor(prefix, "second_anchor").floats()) {}
+};
+
+// What the passes read of every token; with the prefix "d" their gradients.
+struct Inputs {
+  Tensor q, x1, t1, x2, t2, log_decay1, step_size1, log_decay2, step_size2;
+  Inputs(const Call& call, std::string_view prefix)
+      : q(call.tensor(prefix, "q")), x1(call.tensor(prefix, "x1")), t1(call.tensor(prefix, "t1")),
+        x2(call.tensor(prefix, "x2")), t2(call.tensor(prefix, "t2")),
+        log_decay1(call.tensor(prefix, "log_decay1")),
+        step_size1(call.tensor(prefix, "step_size1")),
+        log_decay2(call.tensor(prefix, "log_decay2")),
+        step_size2(call.tensor(prefix, "step_size2")) {}
+};
+
+struct Problem {
+  Inputs in, grad;          // grad: in the backward
+  Tensor y;                 // dy in the backward
+  State start, final;       // in the backward: gradients of the start, gradients of the final state
+  State origin;             // the state that the forward started from
+  Tensor saved;             // memories for the backward; if not given, nothing is saved
+  int64_t heads, threads;
+  int64_t d1, m1, d2, m2;   // sizes of x and target in each pass
+  int phi1, phi2, f, psi;
+  bool transposed;          // the value pass reads with the transpose
+  int64_t minibatch;        // 1: exact
+  int64_t segment;          // tokens between saved memories, a multiple of the minibatch
+  bool shared_target;       // both passes have the same target: its gradients are added up
+  std::vector<Sequence> sequence;
+  int64_t places = 0;       // of saved memories
+
+  Problem(const Call& call, int64_t threads, bool forwards)
+      : in(call, ""), grad(call, "d"), y(call.tensor("", forwards ? "y" : "dy")),
+        start(call, forwards ? "" : "d"), final(call, forwards ? "final_" : "dfinal_"),
+        origin(call, ""), saved(call.tensor("", "saved")), heads(in.x1.size[2]), threads(threads),
+        d1(in.x1.size[3]), m1(in.t1.size[3]), d2(in.x2.size[3]),
+        phi1(activation(call.option("phi1"))), phi2(activation(call.option("phi2"))),
+        f(activation(call.option("f"))), psi(activation(call.option("psi"))),
+        transposed(call.number("transposed")), minibatch(call.number("minibatch")),
+        segment(segment_tokens(minibatch)), shared_target(!in.t2.given()) {
+    // What both passes share is given once.
+    if (shared_target) in.t2 = in.t1;
+    if (!in.log_decay2.given()) in.log_decay2 = in.log_decay1;
+    if (!in.step_size2.given()) in.step_size2 = in.step_size1;
+    m2 = in.t2.size[3];
+    const Tensor bounds = call.tensor("", "cu_seqlens"), offset = call.tensor("", "offset");
+    const int64_t count = bounds.given() ? bounds.size[0] - 1 : in.x1.size[0];
+    for (int64_t n = 0; n < count; n++) {
+      Sequence s = {n, 0, in.x1.size[1], offset.given() ? offset.integer(n) : 0, places};
+      if (bounds.given())
+        s.batch = 0, s.token = bounds.integer(n), s.length = bounds.integer(n + 1) - s.token;
+      if (s.length) places += (s.offset + s.length + segment - 1) / segment;
+      sequence.push_back(s);
+    }
+  }
+
+  int64_t sequences() const { return sequence.size(); }
+};
