@@ -39,6 +39,7 @@ class Compression(Recurrence):
     stale: bool
     chunk: int
 
+    segment_tokens: ClassVar[int] = 512
     segment_least: ClassVar[int] = 256
     changing: ClassVar[int | None] = 1
 
@@ -181,31 +182,17 @@ class _Chunks:
         return y.masked_fill_(broken, math.nan)
 
     def gradients(self, swept: _Swept, dy: Tensor, dstate: Tensors) -> tuple[Inputs, Tensors]:
-        query, x, decay, transposed = self.query, self.x, self.decay, self.transposed
-        z, writes, before, points, _ = swept
+        x, (z, writes, before, points, _) = self.x, swept
+        dquery, dx, dwrites, dmemory, pairs, starts = self._read_gradients(swept, dy)
+        dz, dcode, to_end, dstart = self._back(swept, dwrites, dmemory, dstate)
+        dafter = dmemory  # of the memory after each chunk
 
-        # The read, as a direct function of query, x, writes and the memory before the chunk.
-        keys, values = (writes, x) if transposed else (x, writes)
-        scores = lower(decay.within, query @ keys.mT)
-        values_dot_dy = dy @ values.mT
-        inner = lower(decay.within, values_dot_dy)
-        dread = decay.start * (dy @ (before.mT if transposed else before))
-        dquery = torch.baddbmm(dread, inner, keys, alpha=-1)
-        from_scores, from_values = inner.mT @ query, scores.mT @ dy
-        dwrites, dx = (from_scores, from_values) if transposed else (from_values, from_scores)
-        started = decay.start * query
-        dmemory = started.mT @ dy if transposed else dy.mT @ started
-
-        dz, dcode, dwrites, dafter, to_end, dstarts = self._back(swept, dwrites, dmemory, dstate)
-        dx = -dx - decay.end * (writes @ dafter)
-
-        # The decay: pairs[t, s] weighs the decays of s+1 .. t, starts[t] those of 1 .. t.
-        pairs = (scores * values_dot_dy).neg_()
-        starts = (query * dread).sum(-1)
+        # The next memory.
+        dx -= self.decay.end * (writes @ dafter)
         pairs[:, -1] -= (writes * to_end).sum(-1)
-        starts[:, -1] += decay.whole[:, 0, 0] * (dafter * before).sum((1, 2))
+        starts[:, -1] += self.decay.whole[:, 0, 0] * (dafter * before).sum((1, 2))
 
-        # The gradient step itself, from x and what z reads.
+        # The gradient step, from x and the memory that z reads.
         if self.stale:
             dx.baddbmm_(dz, points)
         else:
@@ -218,16 +205,38 @@ class _Chunks:
             starts[:, :-1] += (started_dz * (x @ before.mT)).sum(-1)[:, 1:]
         dstep_size = (self.phi.gradient(z, self.target) * dwrites).sum(-1)
         dlog_decay = log_decay_gradient(pairs, starts)
-        return (dquery, dx, -dcode, dlog_decay, dstep_size), dstarts
+        return (dquery, dx, dcode.neg_(), dlog_decay, dstep_size), dstart
+
+    def _read_gradients(self, swept: _Swept, dy: Tensor) -> tuple[Tensor, ...]:
+        """What flows back through the reads alone.
+
+        To query, x, the writes, the memories before the chunks; and to the decay: pairs[t, s]
+        weighs the decays of s+1 .. t, starts[t] those of 1 .. t.
+        """
+        query, x, decay, transposed = self.query, self.x, self.decay, self.transposed
+        writes, before = swept.writes, swept.before
+        keys, values = (writes, x) if transposed else (x, writes)
+        scores = lower(decay.within, query @ keys.mT)
+        values_dot_dy = dy @ values.mT
+        inner = lower(decay.within, values_dot_dy)
+        dstarted = decay.start * (dy @ (before.mT if transposed else before))
+        starts = (query * dstarted).sum(-1)
+        dquery = dstarted.baddbmm_(inner, keys, alpha=-1)
+        dkeys, dvalues = (inner.mT @ query).neg_(), (scores.mT @ dy).neg_()
+        dwrites, dx = (dkeys, dvalues) if transposed else (dvalues, dkeys)
+        started = decay.start * query
+        dmemory = started.mT @ dy if transposed else dy.mT @ started
+        return dquery, dx, dwrites, dmemory, (scores * values_dot_dy).neg_(), starts
 
     def _back(
         self, swept: _Swept, dwrites: Tensor, dmemory: Tensor, dstate: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensors]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         """From the last chunk to the first.
 
-        dwrites, dmemory: what flows back from the reads to minus the writes, and to the memories
-        before the chunks. Returns the gradients of z, of phi(z) - target, of the writes, of the
-        memory after each chunk, and of the state; and x_to_end times the memory's gradient.
+        dwrites, dmemory: what flows back from the reads to the writes and to the memories before
+        the chunks. dwrites is completed in place; dmemory is exchanged for the gradients of the
+        memories after the chunks. Returns the gradients of z, of phi(z) - target and of the state
+        at the start, and the product of x_to_end and those of the memories after.
         """
         z, target, step_size = swept.z, self.target, self.step_size
         through = slope = None
@@ -235,19 +244,18 @@ class _Chunks:
             change, slope = self.phi.diagonals(z, target)
             through = step_size * change
         dz, dcode, to_end = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
-        dafter = torch.empty_like(swept.before)
         current = dstate[0].flatten(0, 1).clone()
         danchor = dstate[1].flatten(0, 1) if self.stale else current
-        dstart = torch.zeros_like(danchor)  # of the anchor that the segment starts with
-        dwrites = dwrites.neg_()
+        dstart_anchor = torch.zeros_like(danchor)
         following = 0  # rows of the round after
         for part in reversed(self.parts):
             rows = part.stop - part.start
             now = current[:rows]
-            dafter[part] = now
+            dafter = now.clone()
             torch.bmm(self.x_to_end[part], now.mT, out=to_end[part])
             dwrites[part] -= to_end[part]
             now.mul_(self.decay.whole[part]).add_(dmemory[part])
+            dmemory[part] = dafter
             if not self.stale:
                 self._substitute_back(part, z, dz, dcode, dwrites, through)
                 now.baddbmm_((self.z_start[part] * dz[part]).mT, self.x[part])
@@ -261,17 +269,17 @@ class _Chunks:
             dpoint = torch.bmm(dz[part].mT, self.x[part])
             dpoint[following:] += danchor[following:rows]  # sequences that end with this chunk
             if part is self.parts[0] and self.goes_on is not None:
-                dstart = dpoint.masked_fill(~self.goes_on, 0)
+                dstart_anchor = dpoint.masked_fill(~self.goes_on, 0)
                 dpoint.masked_fill_(self.goes_on, 0)
             now += dpoint
             following = rows
         if slope is not None:
-            dcode = slope * step_size * dwrites
+            dcode = slope.mul_(step_size).mul_(dwrites)
         shape = dstate[0].shape
-        dstarts: Tensors = (current.view(shape),)
+        dstart: Tensors = (current.view(shape),)
         if self.stale:
-            dstarts += (dstart.view(shape), dstate[2])
-        return dz, dcode, dwrites, dafter, to_end, dstarts
+            dstart += (dstart_anchor.view(shape), dstate[2])
+        return dz, dcode, to_end, dstart
 
     def _substitute_back(
         self, part: slice, z: Tensor, dz: Tensor, dcode: Tensor, dwrites: Tensor,
