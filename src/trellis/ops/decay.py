@@ -1,8 +1,8 @@
 """How a memory decays inside a chunk, with one factor per token and head.
 
-w(t, s) is the product of beta over s+1 .. t, built by products: differences of cumulated logs lose
-digits at strong decay and ratios of exponentials overflow. All tensors are [G, c, ...] with
-G = sequences x heads and c tokens.
+w(t, s) is the product of the decays over s+1 .. t. It is built by products: differences of
+cumulated logs lose digits at strong decay, and ratios of exponentials overflow. All tensors are
+[G, c, ...] with G = chunks x heads and c tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ BLOCK = 16
 
 
 class Decay:
-    """The decay weights of a chunk, from log_beta [G, c]."""
+    """The decay weights of a chunk, from log_decay [G, c]."""
 
-    def __init__(self, log_beta: Tensor):
-        beta = flushed(log_beta.exp())
+    def __init__(self, log_decay: Tensor):
+        decays = flushed(log_decay.exp())
         #: w(t, s) for s <= t, else 0; [G, c, c]
-        self.within = flushed(_products(beta))
+        self.within = flushed(_products(decays))
         #: exp(L_t), the decay from the chunk's start up to and with token t; [G, c, 1]
-        self.start = flushed(beta.cumprod(1))[..., None]
+        self.start = flushed(decays.cumprod(1))[..., None]
 
     @property
     def end(self) -> Tensor:
@@ -56,19 +56,19 @@ def flushed(weights: Tensor) -> Tensor:
     return F.hardshrink(weights, torch.finfo(weights.dtype).tiny ** (2 / 3))
 
 
-def _products(beta: Tensor) -> Tensor:
-    """w(t, s) = beta_t w(t - 1, s), all rows of a block at once where s lies before the block."""
-    rows, c = beta.shape
+def _products(decays: Tensor) -> Tensor:
+    """w(t, s) = decay_t w(t - 1, s), all rows of a block at once where s lies before the block."""
+    rows, c = decays.shape
     size = BLOCK if c % BLOCK == 0 else c
     count = c // size
-    within = beta.new_zeros(rows, c, c)
+    within = decays.new_zeros(rows, c, c)
     within.diagonal(dim1=1, dim2=2).fill_(1)
     blocks = within.view(rows, count, size, count, size).diagonal(dim1=1, dim2=3)
     blocks = blocks.permute(0, 3, 1, 2)  # those on the diagonal, [rows, count, size, size]
-    beta = beta.view(rows, count, size)
+    decays = decays.view(rows, count, size)
     for t in range(1, size):
-        torch.mul(blocks[:, :, t - 1, :t], beta[:, :, t, None], out=blocks[:, :, t, :t])
-    start = beta.cumprod(2)[..., None]
+        torch.mul(blocks[:, :, t - 1, :t], decays[:, :, t, None], out=blocks[:, :, t, :t])
+    start = decays.cumprod(2)[..., None]
     for i in range(1, count):
         first, stop = i * size, (i + 1) * size
         before = within[:, first - 1, None, :first]
@@ -77,7 +77,7 @@ def _products(beta: Tensor) -> Tensor:
 
 
 def log_decay_gradient(pairs: Tensor, starts: Tensor) -> Tensor:
-    """d log_beta_i = sum over s < i <= t of pairs[t, s] + sum over t >= i of starts[t].
+    """d log_decay_i = sum over s < i <= t of pairs[t, s] + sum over t >= i of starts[t].
 
     Summed as it stands: differences of row and column sums would cancel.
     """

@@ -1,7 +1,7 @@
 """Compiles kernels with the system's C++ compiler on first use, and keeps them in a cache.
 
-The cache is one folder per user that nobody else can write to: to load a library is to run it.
-Files are named by a hash of the sources, the flags, the compiler and the CPU.
+The cache is one folder per user that nobody else can write to, because a library that is loaded
+runs. Files are named by a hash of the sources, the flags, the compiler and the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from pathlib import Path
 from ... import checks
 from ..dispatch import NoKernel, constant_when_compiled
 
-#: Where the headers are that all kernels may include.
+#: The folder of the headers that all kernels may include.
 SHARED = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-fopenmp")
-#: What CPU to compile for; the tests set others that run here.
+#: Compiler flags by the name in TRELLIS_NATIVE_TARGET. The tests compile for other targets than
+#: "native" too.
 TARGETS = {
     "native": ("-march=native",),
     "avx2": ("-mavx2", "-mfma"),
@@ -46,7 +47,7 @@ log = logging.getLogger("trellis")
 
 @dataclass(frozen=True)
 class Source:
-    """What one library is made of: `name`.cpp in `folder`, and all that it includes.
+    """The files of one library: `name`.cpp in `folder`, and the headers that it includes.
 
     headers: files in `folder`. shared: files in SHARED.
     """
@@ -66,7 +67,7 @@ class Source:
 
 
 def cache_folder() -> Path:
-    """TRELLIS_CACHE, or trellis in the user's cache folder."""
+    """The folder in TRELLIS_CACHE; by default "trellis" in the user's cache folder."""
     given = os.environ.get("TRELLIS_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(given) if given else Path(base) / "trellis"
@@ -107,9 +108,10 @@ def load(source: Source) -> ctypes.CDLL:
 
 
 def missing(load: Callable[[], object], instead: str) -> Callable[[], str]:
-    """A function that says why `load` gives no kernel; empty if it does.
+    """A function that says why there is no kernel, such as "no C++ compiler"; empty if there is.
 
-    It loads at its first call, which may compile; `instead`, what is done without, is logged once.
+    load: loads the kernel or raises NoKernel; it is called once, and may compile. instead: what
+    happens without the kernel, such as "norms run unfused", which is logged once with the reason.
     """
 
     @functools.cache
@@ -137,9 +139,9 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def library(source: Source, target: str = "native") -> Path:
-    """The path of the compiled source, compiled now unless it is in the cache.
+    """The path of the compiled source, which is compiled now unless it is in the cache.
 
-    Raises NoKernel, whatever goes wrong.
+    Raises NoKernel, whatever goes wrong, and ValueError for an unknown target.
     """
     checks.choice("TRELLIS_NATIVE_TARGET", target, tuple(TARGETS))
     try:
@@ -179,7 +181,7 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """The features of the CPU, which -march=native depends on."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
