@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Table, hash_of, json_rows, lines, read_text
-from .runner import measure as measure_all
 
 if TYPE_CHECKING:
     from .lm_eval_model import TrellisLM
@@ -93,24 +92,25 @@ def run(
         local, left_out = _local(data, names, asked=tasks is not None)
         names = list(local)
     built = build(names, local)
+    from .lm_eval_model import TrellisLM
+
     settings = {name: {"task": name, **about(built[name], limit)} for name in names}
 
-    def jobs(model: EvaluatedModel) -> list[Job]:
-        return [
-            Job(
-                setting=settings[name],
-                measure=partial(_measure, model, built[name], limit, batch_tokens),
-                label=name,
-                note={
-                    "data": local[name].source
-                    if local
-                    else f"hub:{built[name].config.dataset_path}"
-                },
-            )
-            for name in names
-        ]
+    sources = {
+        name: local[name].source if local else f"hub:{built[name].config.dataset_path}"
+        for name in names
+    }
 
-    found = measure_all(Records(out, "reasoning"), models, jobs)
+    def jobs(model: EvaluatedModel) -> list[Job]:
+        asked = TrellisLM(model=model, batch_tokens=batch_tokens)
+        # No total: lm-eval decides how many requests an item makes, and they have their own bar.
+        return [
+            Job(settings[name], partial(measure, asked, built[name], limit), name,
+                note={"data": sources[name]})
+            for name in names
+        ]  # fmt: skip
+
+    found = Records(out, "reasoning").measure(models, jobs)
     shown: list[Any] = [*left_out, _table(found, names), *_lines(found)]
     return Report([record for group in found for record in group], shown, [])
 
@@ -193,16 +193,7 @@ def about(task: Any, limit: int | None = None) -> dict[str, Any]:
     }
 
 
-def _measure(
-    model: EvaluatedModel, task: Any, limit: int | None, batch_tokens: int, **_: Any
-) -> dict[str, Any]:
-    from .lm_eval_model import TrellisLM
-
-    # It shows its own progress, since lm-eval decides how many requests an item makes.
-    return measure(TrellisLM(model=model, batch_tokens=batch_tokens), task, limit)
-
-
-def measure(model: TrellisLM, task: Any, limit: int | None = None) -> dict[str, Any]:
+def measure(model: TrellisLM, task: Any, limit: int | None = None, **_: Any) -> dict[str, Any]:
     """lm-eval's metrics on the first `limit` items, and the log-likelihoods of every item."""
     from lm_eval.evaluator import evaluate
 

@@ -37,7 +37,6 @@ from ..data.sources import HUB, parse_hub
 from ..data.tokenizer import TextTokenizer
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Rows, Table, hash_of, json_rows, read_text
-from .runner import measure as measure_all
 from .scoring import BATCH_TOKENS, Progress, complete
 
 SETS = ("squad", "swde", "fda")
@@ -91,19 +90,14 @@ def run(
     settings = [_setting(one, context_tokens) for one in sets]
 
     def jobs(model: EvaluatedModel) -> list[Job]:
-        prompts = [encode(model, one.items, context_tokens) for one in sets]
-        return [
-            Job(
-                setting=setting,
-                measure=partial(measure, model, one.items, encoded, batch_tokens=batch_tokens),
-                label=one.name,
-                total=len(encoded),
-                note={"data": one.source},
-            )
-            for one, setting, encoded in zip(sets, settings, prompts)
-        ]
+        found = []
+        for one, setting in zip(sets, settings):
+            prompts = encode(model, one.items, context_tokens)
+            look = partial(measure, model, one.items, prompts, batch_tokens=batch_tokens)
+            found.append(Job(setting, look, one.name, len(prompts), {"data": one.source}))
+        return found
 
-    found = measure_all(Records(out, "recall"), models, jobs)
+    found = Records(out, "recall").measure(models, jobs)
     shown: list[Any] = [_table(found, sets, context_tokens), *_lines(sets)]
     return Report([record for group in found for record in group], shown, [])
 

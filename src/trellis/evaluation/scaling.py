@@ -36,17 +36,7 @@ from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
 from .models import EvaluatedModel, names_of, open_model
 from .ppl import documents, encode, job
-from .runner import (
-    Job,
-    Records,
-    Report,
-    Table,
-    check_writable,
-    digest,
-    hash_of,
-    measure,
-    provenance,
-)
+from .runner import Job, Records, Report, Table, check_writable, digest, hash_of, provenance
 from .scoring import BATCH_TOKENS
 
 UNITS = {"perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
@@ -94,14 +84,13 @@ def run(
         }
         for training, variant, name in zip(trainings, variants(trainings), names)
     ]
-    texts = documents(data, limit=limit, document_bytes=document_bytes) if data else []
+    texts = documents(data, limit, document_bytes) if data else []
     check_writable(out, out)
     setting: dict[str, Any] = {}
 
     def jobs(model: EvaluatedModel) -> list[Job]:
         encoded = [encode(model, text) for text in texts]
-        options = {"batch_tokens": batch_tokens or BATCH_TOKENS}
-        return [job(model, encoded, setting, options)._replace(note={"data": list(data)})]
+        return [job(model, encoded, setting, {"data": list(data)}, batch_tokens or BATCH_TOKENS)]
 
     if context is None:
         for row, training in zip(rows, trainings):
@@ -118,7 +107,7 @@ def run(
             open_model(str(training.path), device, name=name, step=training.step)
             for training, name in zip(trainings, names)
         )
-        found = measure(Records(out, "scaling"), models, jobs)
+        found = Records(out, "scaling").measure(models, jobs)
         for row, training, (record,) in zip(rows, trainings, found):
             result = record["result"]
             row |= {

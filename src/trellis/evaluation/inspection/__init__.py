@@ -50,7 +50,7 @@ from ...ops.memory.activations import FUNCTIONS
 from ...ops.memory.interface import value_write
 from ..models import EvaluatedModel
 from ..ppl import encode
-from ..runner import Job, Record, Records, Report, Table, measure
+from ..runner import Job, Record, Records, Report, Table
 from ..scoring import Progress
 from .picture import PASSES, Arrays, draw, half_life
 
@@ -106,7 +106,7 @@ def run(
     total = len(ids) * len(trellis_layers(model))
     job = Job(setting, summarised, f"{len(ids)} tokens", total, {"source": source})
     records = Records(out, "inspect")
-    ((record,),) = measure(records, [model], lambda _: [job])
+    record = records.measured(model, job)
     written = records.file_of(model, setting)
     if written is None:
         raise FileNotFoundError(f"the record is no longer in {records.folder}: it was deleted")

@@ -26,7 +26,7 @@ from ...models.modeling import TrellisForCausalLM
 from ...models.presets import weightless
 from ...training.optimization import build_optimizer, learning_rate
 from ...training.recipe import Recipe, TrainSection
-from ..runner import Job, Record, Records, Report, Table, digest, measure
+from ..runner import Job, Record, Records, Report, Table, digest
 from .data import PRESETS, Examples, Group, Preset, Setting, Source, accuracy, query_logits
 from .data import preset as preset_of
 
@@ -85,7 +85,7 @@ def run(
         return found
 
     records = Records(out, "mqar")
-    measure(records, learners, jobs)
+    records.measure(learners, jobs)
     order = list(MIXERS)
     found = [record for record in records.all() if _shared(record["setting"]) == common]
     found.sort(key=lambda r: (r["model"]["width"], order.index(r["model"]["mixer"]),
