@@ -15,7 +15,7 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import numpy as np
 from .. import figures
 from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
-from ..files import write_whole
+from ..files import write_json
 from ..mixers import mixer_config
 from ..models.config import TrellisConfig
 from ..models.presets import training_flops, weightless
@@ -34,9 +34,9 @@ from ..training.metrics import FILE, perplexity_of, read_metrics
 from ..training.optimization import context_at
 from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
-from .models import EvaluatedModel, names_of, open_model
+from .models import names_of, open_model
 from .ppl import documents, encode, job
-from .runner import Job, Records, Report, Table, check_writable, digest, hash_of, provenance
+from .runner import Records, Report, Table, check_writable, digest, hash_of, provenance
 from .scoring import BATCH_TOKENS
 
 UNITS = {"perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
@@ -62,15 +62,26 @@ def run(
     report's `found` is the content of scaling-HASH.json: the runs and the fitted laws. Raises
     ValueError if runs cannot be compared.
     """
-    _check_options(data, context, document_bytes, limit, batch_tokens)
+    if bool(data) != (context is not None):
+        raise ValueError("--data and --context go together: the text, and how much is read at once")
+    options = {"document-bytes": document_bytes, "limit": limit, "batch-tokens": batch_tokens}
+    for name, value in options.items():
+        if value is not None and not data:
+            raise ValueError(
+                f"--{name} {value} needs --data: recorded validations are taken as they are"
+            )
     figures.check()
     paths = list({path.resolve(): path for path in runs}.values())
     trainings = [read_training(path) for path in paths]
     same_tokens = len({training.tokenizer_sha256 for training in trainings}) == 1
-    if data and not bits_per_byte:
-        check_tokenizers(trainings)
-    if not data:
-        check_validations(trainings)
+    for training in trainings:
+        if not data:
+            _check_validation(training, trainings)
+        elif not bits_per_byte and training.tokenizer_sha256 != trainings[0].tokenizer_sha256:
+            raise ValueError(
+                f"{paths[0]} and {training.path} have different tokenizers, so that perplexities "
+                "per token cannot be compared: add --bits-per-byte"
+            )
     names = names_of([str(path) for path in paths])
     rows: list[Row] = [
         {
@@ -87,38 +98,34 @@ def run(
     texts = documents(data, limit, document_bytes) if data else []
     check_writable(out, out)
     setting: dict[str, Any] = {}
-
-    def jobs(model: EvaluatedModel) -> list[Job]:
-        encoded = [encode(model, text) for text in texts]
-        return [job(model, encoded, setting, {"data": list(data)}, batch_tokens or BATCH_TOKENS)]
-
-    if context is None:
-        for row, training in zip(rows, trainings):
-            row |= {"validation": training.validation_text, "curve": training.curve()}
-    else:
+    if data:
         setting = {
             "data_sha256": hash_of(texts),
             "documents": len(texts),
             "context": context,
             "windows": "disjoint",
         }
-        # The step that FLOPs are counted up to: a run may go on meanwhile.
-        models = (
-            open_model(str(training.path), device, name=name, step=training.step)
-            for training, name in zip(trainings, names)
-        )
-        found = Records(out, "scaling").measure(models, jobs)
-        for row, training, (record,) in zip(rows, trainings, found):
+    records = Records(out, "scaling")
+    for row, training in zip(rows, trainings):
+        if not data:
+            row |= {"validation": training.validation_text, "curve": training.curve()}
+        else:
+            # The step that FLOPs are counted up to: a run may go on meanwhile.
+            model = open_model(str(training.path), device, name=row["name"], step=training.step)
+            encoded = [encode(model, text) for text in texts]
+            note = {"data": list(data)}
+            look = job(model, encoded, setting, note, batch_tokens or BATCH_TOKENS)
+            record = records.measured(model, look)
             result = record["result"]
             row |= {
                 "setting": setting,
                 "weights_sha256": record["model"]["weights_sha256"],
                 "curve": [training.point(training.step, result["loss"], result["bits_per_byte"])],
             }
-    for row in rows:
         row["final"] = row["curve"][-1]
-    unit = "bits_per_byte" if bits_per_byte else "perplexity"
-    fits = _fits(rows, "bits_per_byte" if bits_per_byte else "loss")
+    unit, fitted = ("bits_per_byte",) * 2 if bits_per_byte else ("perplexity", "loss")
+    groups = by_variant(rows)
+    fits = _fits(groups, fitted)
     result = {
         "runs": rows,
         "fits": {variant: law._asdict() for variant, law in fits.items()},
@@ -127,29 +134,13 @@ def run(
     }
     stem = f"scaling-{digest([sorted(str(path.resolve()) for path in paths), unit, setting])}"
     written, picture = out / f"{stem}.json", out / f"{stem}.png"
-    _draw(picture, by_variant(rows), unit)
-    write_whole(written, (json.dumps(result, indent=1) + "\n").encode())
-    return Report(
-        result, [_table(rows, unit, same_tokens), *_lines(fits, unit)], [written, picture]
-    )
-
-
-def _check_options(
-    data: Sequence[str],
-    context: int | None,
-    document_bytes: int | None,
-    limit: int | None,
-    batch_tokens: int | None,
-) -> None:
-    """Raises ValueError at options that would do nothing."""
-    if bool(data) != (context is not None):
-        raise ValueError("--data and --context go together: the text, and how much is read at once")
-    options = {"document-bytes": document_bytes, "limit": limit, "batch-tokens": batch_tokens}
-    for name, value in options.items():
-        if value is not None and not data:
-            raise ValueError(
-                f"--{name} {value} needs --data: recorded validations are taken as they are"
-            )
+    _draw(picture, groups, unit)
+    write_json(written, result)
+    laws = [
+        f"{variant}: {fitted.replace('_', ' ')} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
+        for variant, law in fits.items()
+    ]
+    return Report(result, [_table(rows, unit, same_tokens), *laws], [written, picture])
 
 
 @dataclass
@@ -214,10 +205,11 @@ def read_training(run: Path) -> Training:
         context: recipe.rows * recipe.data.context * training_flops(model, context)
         for context in set(contexts)
     }
+    pattern = [config.mixer] if isinstance(config.mixer, str) else list(config.mixer)
     return Training(
         path=run,
         recipe=recipe,
-        mixer=_mixer(config),
+        mixer="+".join(pattern if len(set(pattern)) > 1 else pattern[:1]),
         fields=_fields(config, lambda name, given: asdict(mixer_config(name, given))),
         given=set(_fields(config, lambda name, given: given)),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -231,11 +223,6 @@ def read_training(run: Path) -> Training:
             "validation_tokens": recipe.log.validation_tokens,
         },
     )
-
-
-def _mixer(config: TrellisConfig) -> str:
-    names = [config.mixer] if isinstance(config.mixer, str) else list(config.mixer)
-    return "+".join(names if len(set(names)) > 1 else names[:1])
 
 
 def _fields(
@@ -283,37 +270,25 @@ def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -
     return found
 
 
-def check_validations(runs: Sequence[Training]) -> None:
-    """Raises ValueError unless all runs have validations, on the same text in the same way."""
-    for run in runs:
-        if not run.validations:
+def _check_validation(run: Training, runs: Sequence[Training]) -> None:
+    """Raises ValueError unless a run has validations, on the same text and in the same way as the
+    first of all `runs`."""
+    instead = "with --data and --context"
+    if not run.validations:
+        raise ValueError(
+            f"{run.path} has no validation in its {FILE}: measure its checkpoint {instead}"
+        )
+    if len(runs) > 1 and run.validation_text["text"] is None:
+        raise ValueError(
+            f"{run.path} was validated on {run.recipe.data.validation_path}, which is not there "
+            f"to be compared: put it back, or measure the runs on one text {instead}"
+        )
+    for key, value in run.validation_text.items():
+        first = runs[0].validation_text[key]
+        if value != first:
             raise ValueError(
-                f"{run.path} has no validation in its {FILE}: measure its checkpoint with --data "
-                "and --context"
-            )
-        if len(runs) > 1 and run.validation_text["text"] is None:
-            raise ValueError(
-                f"{run.path} was validated on {run.recipe.data.validation_path}, which is not "
-                "there to be compared: put it back, or measure the runs on one text with --data "
-                "and --context"
-            )
-        for key, value in run.validation_text.items():
-            first = runs[0].validation_text[key]
-            if value != first:
-                raise ValueError(
-                    f"{runs[0].path} and {run.path} were not validated alike: {key} is "
-                    f"{first!s:.30} and {value!s:.30}. Measure them on one text with "
-                    "--data and --context"
-                )
-
-
-def check_tokenizers(runs: Sequence[Training]) -> None:
-    """Raises ValueError unless all runs have the same tokenizer."""
-    for run in runs:
-        if run.tokenizer_sha256 != runs[0].tokenizer_sha256:
-            raise ValueError(
-                f"{runs[0].path} and {run.path} have different tokenizers, so that perplexities "
-                "per token cannot be compared: add --bits-per-byte"
+                f"{runs[0].path} and {run.path} were not validated alike: {key} is "
+                f"{first!s:.30} and {value!s:.30}. Measure them on one text {instead}"
             )
 
 
@@ -351,10 +326,10 @@ def fit(flops: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
     return PowerLaw(math.exp(level), -slope)
 
 
-def _fits(rows: list[Row], unit: str) -> dict[str, PowerLaw]:
+def _fits(groups: dict[str, list[Row]], unit: str) -> dict[str, PowerLaw]:
     """The law through the ends of all runs of a variant, for every variant with enough runs."""
     laws = {}
-    for variant, group in by_variant(rows).items():
+    for variant, group in groups.items():
         law = fit([r["final"]["flops"] for r in group], [r["final"][unit] for r in group])
         if law is not None:
             laws[variant] = law
@@ -363,10 +338,10 @@ def _fits(rows: list[Row], unit: str) -> dict[str, PowerLaw]:
 
 def by_variant(rows: list[Row]) -> dict[str, list[Row]]:
     """The runs of each variant of a mixer, in the order of their FLOPs."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {row["variant"]: [] for row in rows}
     for row in sorted(rows, key=lambda row: row["final"]["flops"]):
-        groups.setdefault(row["variant"], []).append(row)
-    return {variant: groups[variant] for variant in dict.fromkeys(row["variant"] for row in rows)}
+        groups[row["variant"]].append(row)
+    return groups
 
 
 def _table(rows: list[Row], unit: str, same_tokens: bool) -> Table:
@@ -384,14 +359,13 @@ def _table(rows: list[Row], unit: str, same_tokens: bool) -> Table:
     return Table(f"{UNITS[unit]} over training FLOPs", heads, cells)
 
 
-def _lines(fits: dict[str, PowerLaw], unit: str) -> Iterator[str]:
-    fitted = "bits per byte" if unit == "bits_per_byte" else "loss"
-    for variant, law in fits.items():
-        yield f"{variant}: {fitted} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
-
-
 def _draw(path: Path, groups: dict[str, list[Row]], unit: str) -> None:
     """Every run as a thin curve, and a strong line through the ends of all runs of a variant."""
+    said = ["large dots: a run's end"]
+    if any(len(row["curve"]) > 1 for rows in groups.values() for row in rows):
+        said.insert(0, "small dots on pale lines: validations of a run")
+    if any(len(rows) > 1 for rows in groups.values()):
+        said.append("strong lines: all runs of a mixer")
     with figures.figure(path, figsize=(9, 4.5)) as axis:
         for number, (name, rows) in enumerate(groups.items()):
             colour = f"C{number % 10}"
@@ -403,18 +377,8 @@ def _draw(path: Path, groups: dict[str, list[Row]], unit: str) -> None:
         axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=UNITS[unit])
         _plain_ticks(axis)
         axis.grid(alpha=0.3, which="both")
-        axis.set_title(_title(groups), loc="left", fontsize=10)
+        axis.set_title("; ".join(said), loc="left", fontsize=10)
         axis.figure.legend(loc="outside right upper", frameon=False)
-
-
-def _title(groups: dict[str, list[Row]]) -> str:
-    """Says what the dots and lines are that this figure has."""
-    said = ["large dots: a run's end"]
-    if any(len(row["curve"]) > 1 for rows in groups.values() for row in rows):
-        said.insert(0, "small dots on pale lines: validations of a run")
-    if any(len(rows) > 1 for rows in groups.values()):
-        said.append("strong lines: all runs of a mixer")
-    return "; ".join(said)
 
 
 def _plain_ticks(axis: Any) -> None:
