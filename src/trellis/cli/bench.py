@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from .. import machine
 from .options import names, numbers
 
 app = typer.Typer(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
 Out = Annotated[
-    Path | None, typer.Option(help="A folder for the record, NAME.json, and its figure if any.")
+    Path | None, Option(help="A folder for the record, NAME.json, and its figure if any.")
 ]
-Rounds = Annotated[int, typer.Option(help="How often everything is timed.")]
-Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
+Rounds = Annotated[int, Option(help="How often everything is timed.")]
+Threads = Annotated[int, Option(help="Threads; 0 leaves torch's number.")]
 
 
 @app.command("ops")
 def bench_ops(
-    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
-    contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1024,65536",
-    memory: Annotated[int, typer.Option(help="Tokens of the memory measurement.")] = 8192,
+    lengths: Annotated[str, Option(help="Tokens, separated by commas.")] = "2048,8192",
+    contexts: Annotated[str, Option(help="Contexts of a decoding step.")] = "1024,65536",
+    memory: Annotated[int, Option(help="Tokens of the memory measurement.")] = 8192,
     rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
@@ -41,7 +42,7 @@ def bench_ops(
 
 @app.command("chunked")
 def bench_chunked(
-    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
+    lengths: Annotated[str, Option(help="Tokens, separated by commas.")] = "2048,8192",
     rounds: Rounds = 3,
     threads: Threads = 2,
     out: Out = None,
@@ -57,9 +58,9 @@ def bench_chunked(
 
 @app.command("model")
 def bench_model(
-    preset: Annotated[str, typer.Option(help="Model size.")] = "125m",
-    lengths: Annotated[str, typer.Option(help="Training contexts.")] = "512,2048",
-    contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1000,100000",
+    preset: Annotated[str, Option(help="Model size.")] = "125m",
+    lengths: Annotated[str, Option(help="Training contexts.")] = "512,2048",
+    contexts: Annotated[str, Option(help="Contexts of a decoding step.")] = "1000,100000",
     rounds: Rounds = 3,
     threads: Threads = 0,
     out: Out = None,
@@ -76,9 +77,9 @@ def bench_model(
 
 @app.command("training")
 def bench_training(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml), for its model and batch.")],
-    mixers: Annotated[str, typer.Option(help="Names separated by commas.")] = "trellis,transformer",
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 8192,
+    recipe: Annotated[Path, Argument(help="A recipe (.toml), for its model and batch.")],
+    mixers: Annotated[str, Option(help="Names separated by commas.")] = "trellis,transformer",
+    vocab_size: Annotated[int, Option(help="Tokens in the vocabulary.")] = 8192,
     rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
@@ -95,9 +96,9 @@ def bench_training(
 
 @app.command("stream")
 def bench_stream(
-    tokens: Annotated[int, typer.Option(help="Tokens to read.", min=1)] = 1_000_000,
-    points: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 20,
-    figure: Annotated[Path | None, typer.Option(help="A PNG file to draw.")] = None,
+    tokens: Annotated[int, Option(help="Tokens to read.", min=1)] = 1_000_000,
+    points: Annotated[int, Option(help="Rows of the table.", min=1)] = 20,
+    figure: Annotated[Path | None, Option(help="A PNG file to draw.")] = None,
     threads: Threads = 2,
     out: Out = None,
 ) -> None:

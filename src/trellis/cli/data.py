@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from ..data import Progress
@@ -23,11 +24,11 @@ _SOURCES = (
     "them, also compressed (.gz, .xz, .bz2, .zst); hub:DATASET:CONFIG@SPLIT, where CONFIG and "
     "SPLIT are optional; or stdlib, the sources and the language reference of this Python."
 )
-Sources = Annotated[list[str], typer.Argument(help=_SOURCES, metavar="SOURCE...")]
+Sources = Annotated[list[str], Argument(help=_SOURCES, metavar="SOURCE...")]
 TextField = Annotated[
-    str, typer.Option(help="The field that holds the text, in jsonl and in datasets of the hub.")
+    str, Option(help="The field that holds the text, in jsonl and in datasets of the hub.")
 ]
-CorpusFolder = Annotated[Path, typer.Argument(help="A folder that `trellis data prepare` wrote.")]
+CorpusFolder = Annotated[Path, Argument(help="A folder that `trellis data prepare` wrote.")]
 
 #: How many skipped inputs are named on the terminal; all of them are in skipped.jsonl.
 _NAMED = 5
@@ -36,22 +37,20 @@ _NAMED = 5
 @app.command()
 def prepare(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="The folder to write, which must not exist yet.")],
+    out: Annotated[Path, Option(help="The folder to write, which must not exist yet.")],
     tokenizer: Annotated[
         str,
-        typer.Option(
+        Option(
             help="bytes, a tokenizer.json, a folder with one, or a name on the Hugging Face hub."
         ),
     ] = "bytes",
     validation: Annotated[
-        float, typer.Option(help="The share of documents to hold out for validation.")
+        float, Option(help="The share of documents to hold out for validation.")
     ] = 0.01,
-    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = 0,
+    seed: Annotated[int, Option(help="Chooses which documents are held out.")] = 0,
     text_field: TextField = "text",
-    shard_tokens: Annotated[int, typer.Option(help="The most tokens in a shard.")] = 1 << 27,
-    max_documents: Annotated[
-        int | None, typer.Option(help="Stop after this many documents.")
-    ] = None,
+    shard_tokens: Annotated[int, Option(help="The most tokens in a shard.")] = 1 << 27,
+    max_documents: Annotated[int | None, Option(help="Stop after this many documents.")] = None,
 ) -> None:
     """Turn text into a corpus of token shards.
 
@@ -100,10 +99,8 @@ def prepare(
 @app.command("tokenizer")
 def train_a_tokenizer(
     sources: Sources,
-    out: Annotated[
-        Path, typer.Option(help="A folder for tokenizer.json, or a path that ends in .json.")
-    ],
-    vocab_size: Annotated[int, typer.Option(help="The most tokens in the vocabulary.")] = 32768,
+    out: Annotated[Path, Option(help="A folder for tokenizer.json, or a path that ends in .json.")],
+    vocab_size: Annotated[int, Option(help="The most tokens in the vocabulary.")] = 32768,
     text_field: TextField = "text",
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
@@ -125,24 +122,24 @@ def train_a_tokenizer(
 
 @app.command()
 def needles(
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    out: Annotated[Path, Option(help="The .jsonl file to write.")],
     variants: Annotated[
-        str, typer.Option(help="Kinds of needles, of passkey, number, uuid and word.")
+        str, Option(help="Kinds of needles, of passkey, number, uuid and word.")
     ] = "passkey,number,uuid",
     lengths: Annotated[
         str,
-        typer.Option(help="The most tokens of a document, 128 of which are kept for its answer."),
+        Option(help="The most tokens of a document, 128 of which are kept for its answer."),
     ] = "1024,2048",
-    items: Annotated[int, typer.Option(help="How many documents to write.", min=1)] = 10_000,
+    items: Annotated[int, Option(help="How many documents to write.", min=1)] = 10_000,
     haystack: Annotated[
         list[str] | None,
-        typer.Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
+        Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="The tokenizer that counts the tokens, as in prepare.")
+        str, Option(help="The tokenizer that counts the tokens, as in prepare.")
     ] = "bytes",
-    seed: Annotated[int, typer.Option(help="Seeds the random choices.")] = 0,
-    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+    seed: Annotated[int, Option(help="Seeds the random choices.")] = 0,
+    force: Annotated[bool, Option(help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write training text for `trellis eval niah`: needles in haystacks, with their answers.
 

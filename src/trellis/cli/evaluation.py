@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from .options import names, numbers
 
@@ -19,18 +20,18 @@ app = typer.Typer(no_args_is_help=True, help="Measure models: ours, or any of tr
 
 Models = Annotated[
     list[str],
-    typer.Argument(help="Runs, exported folders, or models of transformers.", metavar="MODEL..."),
+    Argument(help="Runs, exported folders, or models of transformers.", metavar="MODEL..."),
 ]
 Out = Annotated[
-    Path, typer.Option(help="The folder of results; a result that is there is not measured again.")
+    Path, Option(help="The folder of results; a result that is there is not measured again.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Take only the first N items.", min=1)]
-BatchTokens = Annotated[int, typer.Option(help="Tokens in a batch, about.", min=1)]
+Limit = Annotated[int | None, Option(help="Take only the first N items.", min=1)]
+BatchTokens = Annotated[int, Option(help="Tokens in a batch, about.", min=1)]
 DocumentBytes = Annotated[
-    int | None, typer.Option(help="Take only the first N bytes of each document.", min=1)
+    int | None, Option(help="Take only the first N bytes of each document.", min=1)
 ]
-Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.", min=0)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+Threads = Annotated[int, Option(help="Threads; 0 leaves torch's number.", min=0)]
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.")]
 
 OUT = Path("runs/eval")
 #: Characters of a table's column beside its text: its left line, and a space on both sides.
@@ -39,19 +40,17 @@ _BORDER = 3
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A run or an exported folder of ours.")],
-    text: Annotated[str | None, typer.Argument(help="The text that the model reads.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A file to read instead of TEXT.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Read only the first N tokens.", min=1)] = None,
+    model: Annotated[str, Argument(help="A run or an exported folder of ours.")],
+    text: Annotated[str | None, Argument(help="The text that the model reads.")] = None,
+    file: Annotated[Path | None, Option(help="A file to read instead of TEXT.")] = None,
+    tokens: Annotated[int | None, Option(help="Read only the first N tokens.", min=1)] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Draw the heads of this layer; else a few layers.", min=0)
+        int | None, Option(help="Draw the heads of this layer; else a few layers.", min=0)
     ] = None,
-    head: Annotated[int | None, typer.Option(help="Draw only this head of --layer.", min=0)] = None,
-    probes: Annotated[
-        int, typer.Option(help="Tokens whose recall is measured, at most.", min=1)
-    ] = 64,
+    head: Annotated[int | None, Option(help="Draw only this head of --layer.", min=0)] = None,
+    probes: Annotated[int, Option(help="Tokens whose recall is measured, at most.", min=1)] = 64,
     rank_every: Annotated[
-        int, typer.Option(help="Compute the effective rank at every N-th token.", min=1)
+        int, Option(help="Compute the effective rank at every N-th token.", min=1)
     ] = 1,
     out: Out = OUT,
     threads: Threads = 0,
@@ -78,40 +77,38 @@ def inspect(
 
 @app.command()
 def mqar(
-    mixers: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
+    mixers: Annotated[str, Option(help="Names separated by commas, or all.")] = "all",
     preset: Annotated[
-        str, typer.Option(help="small, zoology or based; or a TOML file like recipes/mqar/*.toml.")
+        str, Option(help="small, zoology or based; or a TOML file like recipes/mqar/*.toml.")
     ] = "small",
-    widths: Annotated[str | None, typer.Option(help="Widths instead of the preset's.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads, where the mixer has them.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of a model.")] = None,
+    widths: Annotated[str | None, Option(help="Widths instead of the preset's.")] = None,
+    heads: Annotated[int | None, Option(help="Heads, where the mixer has them.")] = None,
+    layers: Annotated[int | None, Option(help="Layers of a model.")] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Tokens: half of them keys, half values.")
+        int | None, Option(help="Tokens: half of them keys, half values.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="The most steps of a training.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
+    steps: Annotated[int | None, Option(help="The most steps of a training.")] = None,
+    batch_tokens: Annotated[int | None, Option(help="Tokens in a batch.")] = None,
     easy_first: Annotated[
-        float | None, typer.Option(help="Share of the steps with the shortest sequences only.")
+        float | None, Option(help="Share of the steps with the shortest sequences only.")
     ] = None,
     learning_rates: Annotated[
-        str | None, typer.Option(help="Tried in turn; the best on validation is tested.")
+        str | None, Option(help="Tried in turn; the best on validation is tested.")
     ] = None,
     check_every: Annotated[
-        int | None, typer.Option(help="Steps between looks at the validation accuracy.")
+        int | None, Option(help="Steps between looks at the validation accuracy.")
     ] = None,
     random_non_queries: Annotated[
-        bool | None, typer.Option(help="Random tokens, instead of 0, where nothing is asked.")
+        bool | None, Option(help="Random tokens, instead of 0, where nothing is asked.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="Any key of the preset, steps=100, or of a mixer, trellis.slots=64."
-        ),
+        Option("--set", help="Any key of the preset, steps=100, or of a mixer, trellis.slots=64."),
     ] = None,
     limit: Limit = None,
     out: Out = OUT,
     threads: Threads = 0,
-    seed: Annotated[int, typer.Option(help="Seed of examples and weights.", min=0)] = 0,
+    seed: Annotated[int, Option(help="Seed of examples and weights.", min=0)] = 0,
     device: Device = "cpu",
 ) -> None:
     """Multi-query associative recall: trains small models of every mixer and tests them.
@@ -157,21 +154,21 @@ def niah(
     models: Models,
     haystack: Annotated[
         list[str] | None,
-        typer.Option(help="Text that hides needles: files, folders, archives; else stdlib."),
+        Option(help="Text that hides needles: files, folders, archives; else stdlib."),
     ] = None,
     variants: Annotated[
         str,
-        typer.Option(help="passkey (S-NIAH-1), number (S-NIAH-2), uuid (S-NIAH-3), word."),
+        Option(help="passkey (S-NIAH-1), number (S-NIAH-2), uuid (S-NIAH-3), word."),
     ] = "passkey,number,uuid",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of a prompt and 128 for its answer, at most.")
+        str, Option(help="Tokens of a prompt and 128 for its answer, at most.")
     ] = "1024,2048,4096,8192,16384,32768",
     depths: Annotated[
-        str, typer.Option(help="Per cent of the text before the needle, in turn; or random.")
+        str, Option(help="Per cent of the text before the needle, in turn; or random.")
     ] = "0,10,20,30,40,50,60,70,80,90,100",
-    items: Annotated[int, typer.Option(help="Items of each variant and length.", min=1)] = 100,
+    items: Annotated[int, Option(help="Items of each variant and length.", min=1)] = 100,
     limit: Limit = None,
-    seed: Annotated[int, typer.Option(help="Seed of keys, values and random depths.")] = 42,
+    seed: Annotated[int, Option(help="Seed of keys, values and random depths.")] = 42,
     batch_tokens: BatchTokens = 8192,
     out: Out = OUT,
     threads: Threads = 0,
@@ -194,11 +191,11 @@ def niah(
 def ppl(
     models: Models,
     data: Annotated[
-        list[str], typer.Option(help="Text: files, folders, archives, jsonl, stdlib, hub:NAME.")
+        list[str], Option(help="Text: files, folders, archives, jsonl, stdlib, hub:NAME.")
     ],
-    contexts: Annotated[str, typer.Option(help="Context lengths.")] = "512,1024,2048,4096,8192",
+    contexts: Annotated[str, Option(help="Context lengths.")] = "512,1024,2048,4096,8192",
     stride: Annotated[
-        int | None, typer.Option(help="Windows slide by N tokens; else they are disjoint.", min=1)
+        int | None, Option(help="Windows slide by N tokens; else they are disjoint.", min=1)
     ] = None,
     document_bytes: DocumentBytes = None,
     limit: Limit = None,
@@ -222,11 +219,11 @@ def reasoning(
     models: Models,
     data: Annotated[
         Path | None,
-        typer.Option(help="A folder of the publishers' files; else the hub is asked."),
+        Option(help="A folder of the publishers' files; else the hub is asked."),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Some of lambada,piqa,hellaswag,winogrande,arc_easy,arc_challenge,siqa; else all."
         ),
     ] = None,
@@ -252,13 +249,13 @@ _FORMS = ".jsonl, .json or .parquet, or hub:NAME"
 def recall(
     models: Models,
     squad: Annotated[
-        str | None, typer.Option(help=f"SQuAD: completions ({_FORMS}), or SQuAD 1.1's own .json.")
+        str | None, Option(help=f"SQuAD: completions ({_FORMS}), or SQuAD 1.1's own .json.")
     ] = None,
-    swde: Annotated[str | None, typer.Option(help=f"SWDE: {_FORMS}.")] = None,
-    fda: Annotated[str | None, typer.Option(help=f"FDA: {_FORMS}.")] = None,
+    swde: Annotated[str | None, Option(help=f"SWDE: {_FORMS}.")] = None,
+    fda: Annotated[str | None, Option(help=f"FDA: {_FORMS}.")] = None,
     context_tokens: Annotated[
         int | None,
-        typer.Option(help="Cut documents to N tokens around the answer, such as 950.", min=1),
+        Option(help="Cut documents to N tokens around the answer, such as 950.", min=1),
     ] = None,
     limit: Limit = None,
     batch_tokens: BatchTokens = 8192,
@@ -279,23 +276,19 @@ def recall(
 
 @app.command()
 def scaling(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of `trellis train`.", metavar="RUN...")
-    ],
+    runs: Annotated[list[Path], Argument(help="Folders of `trellis train`.", metavar="RUN...")],
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Measure the newest checkpoints on this text, with --context."),
+        Option(help="Measure the newest checkpoints on this text, with --context."),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of a window, with --data.", min=1)
-    ] = None,
+    context: Annotated[int | None, Option(help="Tokens of a window, with --data.", min=1)] = None,
     bits_per_byte: Annotated[
-        bool, typer.Option("--bits-per-byte", help="Draw and fit bits per byte.")
+        bool, Option("--bits-per-byte", help="Draw and fit bits per byte.")
     ] = False,
     document_bytes: DocumentBytes = None,
     limit: Limit = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in a batch, about; 8192 unless given.", min=1)
+        int | None, Option(help="Tokens in a batch, about; 8192 unless given.", min=1)
     ] = None,
     out: Out = OUT,
     threads: Threads = 0,

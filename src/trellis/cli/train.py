@@ -11,15 +11,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from . import options
 
-Run = Annotated[Path, typer.Argument(help="A run's folder, or one that `trellis export` wrote.")]
+Run = Annotated[Path, Argument(help="A run's folder, or one that `trellis export` wrote.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A value in place of the recipe's, such as train.steps=100."),
+    Option("--set", help="A value in place of the recipe's, such as train.steps=100."),
 ]
-Step = Annotated[int | None, typer.Option(help="The checkpoint of this step; default: newest.")]
+Step = Annotated[int | None, Option(help="The checkpoint of this step; default: newest.")]
 
 
 @contextlib.contextmanager
@@ -36,13 +37,13 @@ def _exit_codes() -> Iterator[None]:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml), or a run to resume.")],
+    recipe: Annotated[Path, Argument(help="A recipe (.toml), or a run to resume.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="The run's folder; default: runs/X for a recipe named X.toml."),
+        Option(help="The run's folder; default: runs/X for a recipe named X.toml."),
     ] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, Option(help="Go on from the newest checkpoint.")] = False,
 ) -> None:
     """Train a model by a recipe; under torchrun, on several processes."""
     from ..training.recipe import load_recipe, override
@@ -66,11 +67,11 @@ def train(
 
 
 def compare(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml).")],
-    mixers: Annotated[str, typer.Option(help="Names separated by commas; default: all.")] = "",
+    recipe: Annotated[Path, Argument(help="A recipe (.toml).")],
+    mixers: Annotated[str, Option(help="Names separated by commas; default: all.")] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="The runs' folder; default: runs/X for a recipe named X.toml."),
+        Option(help="The runs' folder; default: runs/X for a recipe named X.toml."),
     ] = None,
     settings: Settings = None,
 ) -> None:
@@ -90,28 +91,28 @@ def compare(
 
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
+    prompt: Annotated[str, Option(help="The text to go on from.")] = "",
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file of text that comes before --prompt.")
+        Path | None, Option(help="A file of text that comes before --prompt.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.", min=0)] = 200,
+    max_tokens: Annotated[int, Option(help="At most so many new tokens.", min=0)] = 200,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; higher is more random.", min=0)
+        float, Option(help="0 takes the likeliest token; higher is more random.", min=0)
     ] = 0.8,
     top_p: Annotated[
         float,
-        typer.Option(
+        Option(
             help="Draw only from the likeliest tokens with this share of the probability.",
             min=0,
             max=1,
         ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Another number draws other tokens.")] = 0,
+    seed: Annotated[int, Option(help="Another number draws other tokens.")] = 0,
     state_in: Annotated[
-        Path | None, typer.Option(help="Go on from a state that --state-out saved.")
+        Path | None, Option(help="Go on from a state that --state-out saved.")
     ] = None,
     state_out: Annotated[
-        Path | None, typer.Option(help="A file to save the state to afterwards.")
+        Path | None, Option(help="A file to save the state to afterwards.")
     ] = None,
     step: Step = None,
 ) -> None:
@@ -154,7 +155,7 @@ def generate(
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    out: Annotated[Path, Option(help="The folder to write.")],
     step: Step = None,
 ) -> None:
     """Write a checkpoint for transformers' from_pretrained."""
@@ -167,8 +168,8 @@ def export(
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Runs' folders.")],
-    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("loss.png"),
+    runs: Annotated[list[Path], Argument(help="Runs' folders.")],
+    out: Annotated[Path, Option(help="The PNG file.")] = Path("loss.png"),
 ) -> None:
     """Draw the loss curves of runs."""
     from ..evaluation.comparison import draw_losses
@@ -178,12 +179,10 @@ def plot(
 
 
 def models(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Sizes such as 125m; default: all.")
-    ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 50257,
+    names: Annotated[list[str] | None, Argument(help="Sizes such as 125m; default: all.")] = None,
+    vocab_size: Annotated[int, Option(help="Tokens in the vocabulary.")] = 50257,
     contexts: Annotated[
-        str, typer.Option(help="Contexts to count operations at, separated by commas.")
+        str, Option(help="Contexts to count operations at, separated by commas.")
     ] = "2048,32768",
 ) -> None:
     """Print parameters, state and operations of every mixer at the paper's sizes."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .models import EvaluatedModel
@@ -256,7 +256,7 @@ def _table(found: list[list[Record]], names: Sequence[str]) -> Table:
         columns = [(name, m, of[m]) for name, of in results for m in METRICS if m in of]
         heads = [f"{TASKS[name].heading}\n{METRICS[metric]}" for name, metric, _ in columns]
         cells = [_cell(metric, value) for _, metric, value in columns]
-        average = mean(of["acc"] for _, of in results)
+        average = fmean(of["acc"] for _, of in results)
         rows.append([group[0]["model"]["name"], *cells, _cell("acc", average)])
     title = (
         f"reasoning: percent; the average is that of acc over {len(names)} of {len(TASKS)} tasks"

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..data.compression import optional
@@ -379,7 +379,7 @@ def _table(found: list[list[Record]], sets: list[Set], context_tokens: int | Non
     rows = []
     for group in found:
         scores = [100 * record["result"]["accuracy"] for record in group]
-        rows.append([group[0]["model"]["name"], *(f"{s:.1f}" for s in (*scores, mean(scores)))])
+        rows.append([group[0]["model"]["name"], *(f"{s:.1f}" for s in (*scores, fmean(scores)))])
     heads = ["model", *(f"{one.name} ({len(one.items):,})" for one in sets), "average"]
     form = "whole texts" if context_tokens is None else f"cut to {context_tokens:,} tokens"
     return Table(f"recall, % (items), {form}", heads, rows)
