@@ -10,8 +10,8 @@ import pytest
 import rich.console
 from tests.support import evaluated_model
 
-from trellis.cli import evaluation as cli
-from trellis.cli.evaluation import print_table
+from trellis.cli import options
+from trellis.cli.options import print_table
 from trellis.evaluation import runner
 from trellis.evaluation.reasoning import read
 from trellis.evaluation.recall import load_set
@@ -146,7 +146,7 @@ def test_recall_and_reasoning_read_the_same_files(tmp_path):
 def terminal(monkeypatch):
     """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(cli, "_on_terminal", lambda: True)
+    monkeypatch.setattr(options, "_on_terminal", lambda: True)
 
 
 def test_a_wide_table_is_several_whole_ones(terminal, capsys):

@@ -176,21 +176,19 @@ def verify(corpus: CorpusFolder) -> None:
 @app.command()
 def info(corpus: CorpusFolder) -> None:
     """Show what a corpus is made of."""
-    from rich.console import Console
-    from rich.table import Table
-
     from ..data import open_corpus
     from ..data.sources import kinds
+    from .options import print_table
 
     opened = open_corpus(corpus)
     manifest = opened.manifest
     tokenizer = manifest["tokenizer"]
-    table = Table("split", "documents", "tokens", "bytes of text", "shards")
+    rows = []
     for stream in (opened.train, opened.validation):
         shards = len(manifest["splits"][stream.split]["shards"])
         numbers = (stream.documents, stream.tokens, stream.bytes, shards)
-        table.add_row(stream.split, *(f"{n:,}" for n in numbers))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        rows.append([stream.split, *(f"{n:,}" for n in numbers)])
+    print_table(["split", "documents", "tokens", "bytes of text", "shards"], rows)
     for entry in manifest["sources"]:
         size = f" ({entry['files']:,} files, {entry['bytes']:,} bytes)" if entry["files"] else ""
         _say(f"source: {entry['source']}{size}")
@@ -259,16 +257,16 @@ def _bar(text: str) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def _progress() -> Iterator[Any]:
     """Yields a function that shows how far a run has come, if this is a terminal."""
-    start = time.monotonic()
-    first: list[int] = []
+    start, first = time.monotonic(), None
     with _bar("{task.description}") as (bar, task):
 
         def show(progress: Progress) -> None:
-            if not first:
-                first.append(progress.text_bytes)
-            seconds = max(time.monotonic() - start, 1e-9)
+            nonlocal first
             # The bytes that were read before an interruption do not count for the speed.
-            read = progress.text_bytes - (first[0] if progress.resumed else 0)
+            if first is None:
+                first = progress.text_bytes if progress.resumed else 0
+            seconds = max(time.monotonic() - start, 1e-9)
+            read = progress.text_bytes - first
             bar.update(
                 task,
                 description=f"{progress.documents:,} documents, {progress.tokens:,} tokens, "

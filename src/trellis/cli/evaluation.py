@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from .options import names, numbers
+from .options import Threads, names, numbers, print_table
 
 if TYPE_CHECKING:
     from ..evaluation.models import EvaluatedModel
@@ -30,12 +29,23 @@ BatchTokens = Annotated[int, Option(help="Tokens in a batch, about.", min=1)]
 DocumentBytes = Annotated[
     int | None, Option(help="Take only the first N bytes of each document.", min=1)
 ]
-Threads = Annotated[int, Option(help="Threads; 0 leaves torch's number.", min=0)]
-Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.")]
+
+
+def _check_device(device: str) -> str:
+    """Raises ValueError at a device that this torch does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
+    return device
+
+
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.", callback=_check_device)]
 
 OUT = Path("runs/eval")
-#: Characters of a table's column beside its text: its left line, and a space on both sides.
-_BORDER = 3
 
 
 @app.command()
@@ -67,7 +77,7 @@ def inspect(
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} must be text in UTF-8: {error}") from error
     assert text is not None
-    (opened,) = _opened([model], threads, device)
+    (opened,) = _opened([model], device)
     source = "the command line" if file is None else str(file)
     show(inspection.run(
         opened, text, out, source=source, tokens=tokens, layer=layer, head=head, probes=probes,
@@ -135,7 +145,6 @@ def mqar(
         batch_tokens=batch_tokens, easy_first=easy_first, check_every=check_every,
         random_non_queries=random_non_queries,
     )  # fmt: skip
-    _set_machine(threads, device)
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     show(task.run(chosen, changed, out, seed=seed, device=device, say=say))
 
@@ -182,7 +191,7 @@ def niah(
         places = numbers("depths", depths, least=0, most=100, instead="random")
     tokens = numbers("lengths", lengths)
     show(task.run(
-        _opened(models, threads, device, max(tokens)), haystack or ["stdlib"], names(variants),
+        _opened(models, device, max(tokens)), haystack or ["stdlib"], names(variants),
         tokens, out, items=items, depths=places, limit=limit, seed=seed, batch_tokens=batch_tokens,
     ))  # fmt: skip
 
@@ -209,7 +218,7 @@ def ppl(
 
     lengths = numbers("contexts", contexts)
     show(task.run(
-        _opened(models, threads, device, max(lengths)), data, lengths, out,
+        _opened(models, device, max(lengths)), data, lengths, out,
         stride=stride, document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens,
     ))  # fmt: skip
 
@@ -237,7 +246,7 @@ def reasoning(
     from ..evaluation import reasoning as task
 
     show(task.run(
-        _opened(models, threads, device), out, data=data,
+        _opened(models, device), out, data=data,
         tasks=None if tasks is None else names(tasks), limit=limit, batch_tokens=batch_tokens,
     ))  # fmt: skip
 
@@ -268,7 +277,7 @@ def recall(
 
     given = {"squad": squad, "swde": swde, "fda": fda}
     show(task.run(
-        _opened(models, threads, device),
+        _opened(models, device),
         {name: source for name, source in given.items() if source is not None},
         out, context_tokens=context_tokens, limit=limit, batch_tokens=batch_tokens,
     ))  # fmt: skip
@@ -297,32 +306,15 @@ def scaling(
     """Perplexity over training FLOPs: the validations that runs recorded, or of --data."""
     from ..evaluation import scaling as task
 
-    _set_machine(threads, device)
     show(task.run(
         runs, out, data=data or [], context=context, bits_per_byte=bits_per_byte,
         document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens, device=device,
     ))  # fmt: skip
 
 
-def _set_machine(threads: int, device: str) -> None:
-    """Raises ValueError at a device that this torch does not have."""
-    import torch
-
-    if threads:
-        torch.set_num_threads(threads)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
-
-
-def _opened(
-    models: list[str], threads: int, device: str, context: int = 0
-) -> Iterator[EvaluatedModel]:
+def _opened(models: list[str], device: str, context: int = 0) -> Iterator[EvaluatedModel]:
     from ..evaluation.models import open_models
 
-    _set_machine(threads, device)
     return open_models(models, device, context)
 
 
@@ -335,47 +327,3 @@ def show(report: Report) -> None:
             print_table(part.heads, part.rows, part.title)
     for path in report.files:
         typer.echo(f"written to {path}")
-
-
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """A table whose cells are never cut. Where the terminal is too narrow for it, the columns come
-    in several tables, each with the first column before them."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = [[str(head), *(str(row[n]) for row in rows)] for n, head in enumerate(heads)]
-    widths = [max(_width(cell) for cell in column) for column in columns]
-    room = Console().width if _on_terminal() else sum(widths) + _BORDER * len(widths) + 1
-    for group in _fitting(widths, room):
-        chosen = [columns[n] for n in group]
-        table = Table(title=Text(title) if title else None)
-        for head, *_ in chosen:
-            table.add_column(Text(head), no_wrap=True)
-        for cells in zip(*(cells for _, *cells in chosen)):
-            table.add_row(*map(Text, cells))  # Text, since a name may have brackets
-        needed = sum(widths[n] for n in group) + _BORDER * len(group) + 1
-        Console(width=max(room, needed)).print(table)
-
-
-def _on_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
-def _width(cell: str) -> int:
-    from rich.cells import cell_len
-
-    return max(cell_len(line) for line in cell.split("\n"))
-
-
-def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
-    """The columns of each table: the first, and as many of the next as there is room for."""
-    groups, used = [[0]], widths[0] + _BORDER + 1
-    for n in range(1, len(widths)):
-        own = widths[n] + _BORDER
-        if len(groups[-1]) > 1 and used + own > room:
-            groups.append([0])
-            used = widths[0] + _BORDER + 1
-        groups[-1].append(n)
-        used += own
-    return groups

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 
 from . import options
@@ -193,20 +191,18 @@ def models(
     for name in names or PRESETS:
         rows = {mixer: describe(name, mixer, lengths, vocab_size=vocab_size) for mixer in MIXERS}
         shape = next(iter(rows.values()))
-        table = Table(
-            "mixer", "MLP", "parameters", "without embeddings", "state per sequence",
-            *(f"GFLOP/token at {length}" for length in lengths),
-            title=f"{name}: {shape.blocks} blocks of width {shape.width}, {shape.heads} heads",
-        )  # fmt: skip
+        heads = ["mixer", "MLP", "parameters", "without embeddings", "state per sequence",
+                 *(f"GFLOP/token at {length}" for length in lengths)]  # fmt: skip
+        cells = []
         for mixer, row in rows.items():
             grows = f"grows, {row.growth_bytes / 2**10:.0f} KiB/token"
             size = grows if row.state_bytes is None else f"{row.state_bytes / 2**20:.2f} MiB"
-            table.add_row(
-                mixer, str(row.mlp), f"{row.parameters:,}",
-                f"{row.parameters - row.embeddings:,}", size,
-                *(f"{flops / 1e9:.3f}" for flops in row.flops),
-            )  # fmt: skip
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+            cells.append([
+                mixer, row.mlp, f"{row.parameters:,}", f"{row.parameters - row.embeddings:,}",
+                size, *(f"{flops / 1e9:.3f}" for flops in row.flops),
+            ])  # fmt: skip
+        title = f"{name}: {shape.blocks} blocks of width {shape.width}, {shape.heads} heads"
+        options.print_table(heads, cells, title)
     typer.echo(
         "Operations of reading a token, on average over the context; a multiply-add counts as two."
     )

@@ -226,7 +226,12 @@ def look_up(model: str) -> int | None:
             if not (path / "config.json").is_file():
                 open_checkpoint(path, verify=False)
         elif path.exists():
-            _check_weights(path)
+            files = list(path.glob("*.safetensors"))
+            for file in files:
+                with safe_open(file, framework="pt"):  # raises at a truncated file
+                    pass
+            if not files and not any(path.glob("*.bin")):
+                raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
         if kind != "transformers":
             load_tokenizer(path / TOKENIZER)
             return None
@@ -279,16 +284,6 @@ def _kind_of(path: Path) -> str:
     if not isinstance(config, dict):
         raise ValueError(f"{path / 'config.json'} must hold an object; got {config!r:.40}")
     return "exported" if config.get("model_type") == "trellis" else "transformers"
-
-
-def _check_weights(path: Path) -> None:
-    """Raises at a folder without weights, or with a truncated file: its header does not fit it."""
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        with safe_open(file, framework="pt"):
-            pass
-    if not files and not any(path.glob("*.bin")):
-        raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
 
 
 def _tokenizer_of(name: str) -> tuple[TextTokenizer, int | None]:

@@ -11,7 +11,6 @@ the same corpus, which the checkpoint names by a hash, or the corpus that is now
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import math
@@ -259,15 +258,14 @@ def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -
     metrics disagree with the schedule, a step has the context of the first record at or after it.
     """
     noted = {record["step"]: record["context"] for record in records if "context" in record}
-    at = sorted(noted)
     found = []
-    for step in range(1, steps + 1):
-        place = bisect.bisect_left(at, step)
-        context = context_at(recipe, step - 1)
-        if place < len(at) and noted[at[place]] != context_at(recipe, at[place] - 1):
-            context = noted[at[place]]
-        found.append(context)
-    return found
+    other = None  # the context of the next record, if the schedule has another one there
+    for step in range(steps, 0, -1):
+        planned = context_at(recipe, step - 1)
+        if step in noted:
+            other = None if noted[step] == planned else noted[step]
+        found.append(other or planned)
+    return found[::-1]
 
 
 def _check_validation(run: Training, runs: Sequence[Training]) -> None:
@@ -299,16 +297,12 @@ def variants(runs: Sequence[Training]) -> list[str]:
         alike = [other for other in runs if other.mixer == run.mixer]
         given = set().union(*(other.given for other in alike))
         said = [
-            f"{name}={_plain(value)}"
+            f"{name}={'+'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
             for name, value in run.fields.items()
             if name in given and any(other.fields[name] != value for other in alike)
         ]
         found.append(f"{run.mixer} ({', '.join(said)})" if said else run.mixer)
     return found
-
-
-def _plain(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 class PowerLaw(NamedTuple):

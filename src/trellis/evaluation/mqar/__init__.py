@@ -29,11 +29,9 @@ from ...models.presets import weightless
 from ...training.optimization import build_optimizer, learning_rate
 from ...training.recipe import Recipe, TrainSection
 from ..runner import Job, Record, Records, Report, Table, digest
-from .data import PRESETS, Examples, Group, Preset, Setting, Source, accuracy, query_logits
+from .data import PRESETS, Examples, Group, Preset, Setting, accuracy, query_logits
 from .data import preset as preset_of
 
-#: A batch: the source of its examples, and its number there.
-Entry = tuple[Source, int]
 #: Called with a line for every look at the validation accuracy.
 Say = Callable[[str], None]
 
@@ -72,10 +70,13 @@ def run(
                 what += ", " + " ".join(
                     f"{s.setting.length}/{s.setting.pairs}" for s in group.train
                 )
+
+            def say_here(line: str, what: str = what) -> None:
+                say(f"{what}: {line}")
+
             # Trained when the first result is missing, and then once for all of them.
             trained = cache(partial(
-                train, learner.config, preset, group, seed=seed, device=device,
-                say=partial(_say_of, what, say),
+                train, learner.config, preset, group, seed=seed, device=device, say=say_here
             ))  # fmt: skip
             shared = {**common, "train": [[*one.setting, one.examples] for one in group.train]}
             for test in group.test:
@@ -87,12 +88,7 @@ def run(
     records = Records(out, "mqar")
     records.measure(learners, jobs)
     order = list(MIXERS)
-    apart = {"train", "test", "test_sha256"}
-    found = [
-        record
-        for record in records.all()
-        if {key: record["setting"][key] for key in record["setting"].keys() - apart} == common
-    ]
+    found = [record for record in records.all() if common.items() <= record["setting"].items()]
     found.sort(key=lambda r: (r["model"]["width"], order.index(r["model"]["mixer"]),
                               r["model"]["name"], r["setting"]["test"]))  # fmt: skip
     picture = records.folder / _picture(preset, common)
@@ -137,10 +133,6 @@ def _picture(preset: Preset, common: dict[str, Any]) -> str:
     if preset.name in PRESETS and common == _common(preset_of(preset.name), seed=0):
         return f"{preset.name}.png"
     return f"{preset.name}-{digest(common, 8)}.png"
-
-
-def _say_of(what: str, say: Say, line: str) -> None:
-    say(f"{what}: {line}")
 
 
 def _measure(
@@ -262,6 +254,7 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
 
     With preset.shuffle an epoch has a new order of batches; else one source follows another.
     """
+    # A batch: the source of its examples, and its number there.
     entries = [
         (source, number) for source in group.train for number in range(preset.batches(source))
     ]
@@ -271,20 +264,15 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
         if preset.shuffle:
             order = np.random.default_rng([seed, epoch]).permutation(len(entries))
             ordered = [entries[place] for place in order]
-        for source, number in _easy_first(ordered, easy):
+        # The first of the shortest sequences come before everything else.
+        shortest = min(source.setting.length for source, _ in entries)
+        front = [entry for entry in ordered if entry[0].setting.length == shortest][:easy]
+        for source, number in dict.fromkeys([*front, *ordered]):
             rows = preset.rows(source.setting)
             first = number * rows
             count = min(rows, source.examples - first)
             yield preset.examples(source.setting, count, "train", seed, first)
         easy, epoch = 0, epoch + 1
-
-
-def _easy_first(entries: list[Entry], count: int) -> list[Entry]:
-    """The entries with `count` of those of the shortest sequences moved to the front."""
-    shortest = min(source.setting.length for source, _ in entries)
-    front = [entry for entry in entries if entry[0].setting.length == shortest][:count]
-    chosen = set(front)
-    return [*front, *(entry for entry in entries if entry not in chosen)]
 
 
 def _by_width(found: list[Record]) -> dict[int, dict[str, dict[tuple[int, int], Record]]]:
