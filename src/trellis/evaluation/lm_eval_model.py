@@ -131,8 +131,8 @@ class TrellisLM(TemplateLM):
         """Likelihoods of whole texts. A model with a longest input reads them in windows of that
         length; any other model sees everything before each token."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        limited = self.evaluated.max_context is not None
-        found = self._in_windows(texts) if limited else self._in_one(texts)
+        whole = self.evaluated.max_context is None
+        found = self._in_one(texts) if whole else self._in_windows(texts)
         for request, likelihood in zip(requests, found):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, likelihood)
         return found

@@ -91,17 +91,16 @@ def run(
     local, left_out = (None, []) if data is None else _local(data, names, asked=tasks is not None)
     names = list(local or names)
     built = build(names, local)
-    from .lm_eval_model import TrellisLM
-
     settings = {name: {"task": name, **about(built[name], limit)} for name in names}
-
     sources = {
         name: local[name].source if local else f"hub:{built[name].config.dataset_path}"
         for name in names
     }
 
     def measured(model: EvaluatedModel, name: str, progress: Progress) -> dict[str, Any]:
-        # `progress` is not used: lm-eval decides how many requests an item makes, and shows a bar.
+        from .lm_eval_model import TrellisLM
+
+        # It shows its own progress, since lm-eval decides how many requests an item makes.
         return measure(TrellisLM(model=model, batch_tokens=batch_tokens), built[name], limit)
 
     def jobs(model: EvaluatedModel) -> list[Job]:

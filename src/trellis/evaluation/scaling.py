@@ -124,10 +124,17 @@ def run(
         row["final"] = row["curve"][-1]
     unit, fitted = ("bits_per_byte",) * 2 if bits_per_byte else ("perplexity", "loss")
     groups = by_variant(rows)
-    fits = _fits(groups, fitted)
+    fits, laws = {}, []
+    for variant, group in groups.items():
+        # The law through the ends of all runs of a variant.
+        law = fit([r["final"]["flops"] for r in group], [r["final"][fitted] for r in group])
+        if law is not None:
+            fits[variant] = law._asdict()
+            equation = f"{fitted.replace('_', ' ')} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
+            laws.append(f"{variant}: {equation}")
     result = {
         "runs": rows,
-        "fits": {variant: law._asdict() for variant, law in fits.items()},
+        "fits": fits,
         "fitted": "bits per byte" if bits_per_byte else "loss, nats per token",
         "made_by": provenance(),
     }
@@ -135,10 +142,6 @@ def run(
     written, picture = out / f"{stem}.json", out / f"{stem}.png"
     _draw(picture, groups, unit)
     write_json(written, result)
-    laws = [
-        f"{variant}: {fitted.replace('_', ' ')} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
-        for variant, law in fits.items()
-    ]
     return Report(result, [_table(rows, unit, same_tokens), *laws], [written, picture])
 
 
@@ -318,16 +321,6 @@ def fit(flops: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
         return None
     slope, level = np.polyfit(np.log(flops), np.log(losses), 1).tolist()
     return PowerLaw(math.exp(level), -slope)
-
-
-def _fits(groups: dict[str, list[Row]], unit: str) -> dict[str, PowerLaw]:
-    """The law through the ends of all runs of a variant, for every variant with enough runs."""
-    laws = {}
-    for variant, group in groups.items():
-        law = fit([r["final"]["flops"] for r in group], [r["final"][unit] for r in group])
-        if law is not None:
-            laws[variant] = law
-    return laws
 
 
 def by_variant(rows: list[Row]) -> dict[str, list[Row]]:

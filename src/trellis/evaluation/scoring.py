@@ -54,31 +54,30 @@ def score(
         if not context or not continuation:
             raise ValueError("context and continuation must have at least one token each")
         model.check_context(len(context) + len(continuation) - 1, "a request")
-    found: list[Score | None] = [None] * len(requests)
+    found: dict[int, Score] = {}
     run = _shared if share and model.ours else _apart
     for batch in run(model, requests, batch_tokens):
-        for number, result in batch:
-            found[number] = result
+        found |= batch
         progress(len(batch))
-    return [result for result in found if result is not None]
+    return [found[number] for number in range(len(requests))]
 
 
 def _apart(
     model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
+) -> Iterator[dict[int, Score]]:
     """Reads context and continuation of every request together."""
     lengths = [len(context) + len(continuation) for context, continuation in requests]
     for batch in batches(lengths, _fitting(model, batch_tokens)):
         rows = [[*requests[n][0], *requests[n][1]][:-1] for n in batch]
-        yield [
-            (n, _score(logits[len(requests[n][0]) - 1 :], requests[n][1]))
+        yield {
+            n: _score(logits[len(requests[n][0]) - 1 :], requests[n][1])
             for n, logits in zip(batch, model.logits(rows))
-        ]
+        }
 
 
 def _shared(
     model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
+) -> Iterator[dict[int, Score]]:
     """Reads every context once and copies its state for each continuation."""
     followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (context, _) in enumerate(requests):
@@ -97,10 +96,10 @@ def _shared(
             first, rest = last[own, None], [last[:0]] * len(rows)
             if len(rows[0]) > 1:  # the longest
                 rest = model.logits([row[:-1] for row in rows], cache.reorder(own))
-            yield [
-                (numbers[i], _score(torch.cat(logits), row))
+            yield {
+                numbers[i]: _score(torch.cat(logits), row)
                 for i, row, logits in zip(part, rows, zip(first, rest))
-            ]
+            }
 
 
 def _fitting(model: EvaluatedModel, batch_tokens: int) -> int:

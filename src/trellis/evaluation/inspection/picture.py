@@ -153,10 +153,10 @@ def _draw_errors(part: Any, arrays: Arrays, index: Any, whose: str) -> None:
             100 * (arrays[f"{memory}_error_{when}"][index] / power).reshape(-1, power.shape[-1])
             for when in ("before", "after")
         )
-        _curve(axis, before, color=COLOURS[1], linestyle="--", label="before its write")
-        _curve(axis, after, color=COLOURS[0], label="after its write")
-        (places, high), (_, low) = binned(before), binned(after)
-        axis.fill_between(places, mean_of(high), mean_of(low), color=COLOURS[0], alpha=0.12)
+        style = {"color": COLOURS[1], "linestyle": "--"}
+        places, high = _curve(axis, before, label="before its write", **style)
+        _, low = _curve(axis, after, color=COLOURS[0], label="after its write")
+        axis.fill_between(places, high, low, color=COLOURS[0], alpha=0.12)
         axis.axhline(100, color="grey", linewidth=0.8)
         title = f"Error for each token, {memory} ({whose})"
         _finish(axis, arrays, title, "error, % (100: no answer)")
@@ -203,10 +203,11 @@ def _label(text: str) -> str:
     return text if len(text) <= 9 else text[:8] + "\u2026"
 
 
-def _curve(axis: Any, values: np.ndarray, **style: Any) -> None:
-    """The mean over heads of values [heads, T]."""
+def _curve(axis: Any, values: np.ndarray, **style: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the mean over heads of values [heads, T] and returns what is drawn, x and y."""
     places, values = binned(values)
     axis.plot(places, mean_of(values), **style)
+    return places, mean_of(values)
 
 
 def bin_size(tokens: int) -> int:

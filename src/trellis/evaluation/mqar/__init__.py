@@ -67,9 +67,8 @@ def run(
         for group in preset.groups:
             what = f"{learner.title}, width {learner.config.hidden_size}"
             if len(preset.groups) > 1:
-                what += ", " + " ".join(
-                    f"{s.setting.length}/{s.setting.pairs}" for s in group.train
-                )
+                sizes = [f"{one.setting.length}/{one.setting.pairs}" for one in group.train]
+                what += f", {' '.join(sizes)}"
 
             def say_here(line: str, what: str = what) -> None:
                 say(f"{what}: {line}")
