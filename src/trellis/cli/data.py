@@ -127,8 +127,7 @@ def needles(
         str, Option(help="Kinds of needles, of passkey, number, uuid and word.")
     ] = "passkey,number,uuid",
     lengths: Annotated[
-        str,
-        Option(help="The most tokens of a document, 128 of which are kept for its answer."),
+        str, Option(help="The most tokens of a document, 128 of which are kept for its answer.")
     ] = "1024,2048",
     items: Annotated[int, Option(help="How many documents to write.", min=1)] = 10_000,
     haystack: Annotated[

@@ -166,8 +166,7 @@ def niah(
         Option(help="Text that hides needles: files, folders, archives; else stdlib."),
     ] = None,
     variants: Annotated[
-        str,
-        Option(help="passkey (S-NIAH-1), number (S-NIAH-2), uuid (S-NIAH-3), word."),
+        str, Option(help="passkey (S-NIAH-1), number (S-NIAH-2), uuid (S-NIAH-3), word.")
     ] = "passkey,number,uuid",
     lengths: Annotated[
         str, Option(help="Tokens of a prompt and 128 for its answer, at most.")
@@ -227,8 +226,7 @@ def ppl(
 def reasoning(
     models: Models,
     data: Annotated[
-        Path | None,
-        Option(help="A folder of the publishers' files; else the hub is asked."),
+        Path | None, Option(help="A folder of the publishers' files; else the hub is asked.")
     ] = None,
     tasks: Annotated[
         str | None,
@@ -263,8 +261,7 @@ def recall(
     swde: Annotated[str | None, Option(help=f"SWDE: {_FORMS}.")] = None,
     fda: Annotated[str | None, Option(help=f"FDA: {_FORMS}.")] = None,
     context_tokens: Annotated[
-        int | None,
-        Option(help="Cut documents to N tokens around the answer, such as 950.", min=1),
+        int | None, Option(help="Cut documents to N tokens around the answer, such as 950.", min=1)
     ] = None,
     limit: Limit = None,
     batch_tokens: BatchTokens = 8192,

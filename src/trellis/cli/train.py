@@ -37,8 +37,7 @@ def _exit_codes() -> Iterator[None]:
 def train(
     recipe: Annotated[Path, Argument(help="A recipe (.toml), or a run to resume.")],
     out: Annotated[
-        Path | None,
-        Option(help="The run's folder; default: runs/X for a recipe named X.toml."),
+        Path | None, Option(help="The run's folder; default: runs/X for a recipe named X.toml.")
     ] = None,
     settings: Settings = None,
     resume: Annotated[bool, Option(help="Go on from the newest checkpoint.")] = False,
@@ -68,8 +67,7 @@ def compare(
     recipe: Annotated[Path, Argument(help="A recipe (.toml).")],
     mixers: Annotated[str, Option(help="Names separated by commas; default: all.")] = "",
     out: Annotated[
-        Path | None,
-        Option(help="The runs' folder; default: runs/X for a recipe named X.toml."),
+        Path | None, Option(help="The runs' folder; default: runs/X for a recipe named X.toml.")
     ] = None,
     settings: Settings = None,
 ) -> None:

@@ -83,6 +83,9 @@ def progress(what: str, total: int | None) -> Iterator[Progress]:
 
     The bar is shown on terminals only, and not where the total is None.
     """
+    if total is None:  # rich is not needed then
+        yield lambda done: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -90,8 +93,7 @@ def progress(what: str, total: int | None) -> Iterator[Progress]:
     console = Console(stderr=True)
     label = TextColumn("{task.description}", markup=False)
     columns = (label, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = total is None or not console.is_terminal
-    with Bar(*columns, console=console, disable=hidden) as bar:
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,6 +208,11 @@ def read_training(run: Path) -> Training:
         context: recipe.rows * recipe.data.context * training_flops(model, context)
         for context in set(contexts)
     }
+    path = recipe.data.validation_path
+    text = f"held out of {saved.content['data']}" if path is None else None
+    if path is not None:
+        with suppress(FileNotFoundError):
+            text = open_corpus(path).fingerprint
     pattern = [config.mixer] if isinstance(config.mixer, str) else list(config.mixer)
     return Training(
         path=run,
@@ -220,7 +226,7 @@ def read_training(run: Path) -> Training:
         validations=[record for record in records if "validation_loss" in record],
         tokenizer_sha256=load_tokenizer(run / TOKENIZER).sha256,
         validation_text={
-            "text": _validation_text(recipe, saved.content["data"]),
+            "text": text,
             "context": recipe.data.context,
             "validation_tokens": recipe.log.validation_tokens,
         },
@@ -241,17 +247,6 @@ def _fields(
         for field, value in of(name, given).items()
         if field != "backend"
     }
-
-
-def _validation_text(recipe: Recipe, corpus: str) -> str | None:
-    """A hash that names the text of validations. corpus: the hash of the run's own corpus."""
-    path = recipe.data.validation_path
-    if path is None:
-        return f"held out of {corpus}"
-    try:
-        return open_corpus(path).fingerprint
-    except FileNotFoundError:
-        return None
 
 
 def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -> list[int]:

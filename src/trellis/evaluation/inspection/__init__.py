@@ -199,10 +199,10 @@ def trellis_layers(model: EvaluatedModel) -> dict[int, TrellisMixer]:
 def check_place(model: EvaluatedModel, layer: int | None, head: int | None) -> None:
     """Raises ValueError if the model has no such Trellis layer, or the layer no such head."""
     layers = trellis_layers(model)
-    if layer is None:
-        if head is not None:
-            raise ValueError(f"head {head} needs a layer: give both, or the layer alone")
+    if layer is None and head is None:
         return
+    if layer is None:
+        raise ValueError(f"head {head} needs a layer: give both, or the layer alone")
     if layer not in layers:
         raise ValueError(
             f"layer must be one of the Trellis layers of {model.name}, "
