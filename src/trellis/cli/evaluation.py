@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -145,7 +146,7 @@ def mqar(
         batch_tokens=batch_tokens, easy_first=easy_first, check_every=check_every,
         random_non_queries=random_non_queries,
     )  # fmt: skip
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    say = partial(typer.echo, err=True)
     show(task.run(chosen, changed, out, seed=seed, device=device, say=say))
 
 
