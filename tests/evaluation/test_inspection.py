@@ -15,7 +15,6 @@ from trellis.evaluation import inspection
 from trellis.evaluation.inspection import (
     QUANTITIES,
     RECALLS,
-    Heard,
     Replay,
     effective_rank,
     inspect,
@@ -88,7 +87,7 @@ def test_states_of_the_replay(model):
         replay = Replay(mixer, 0, blank, 1)
         for part in (slice(0, 33), slice(33, 41)):
             inputs = mixer.project(x, before)[0].at(part)
-            replay.read(Heard(0, part.start, before, inputs))
+            replay.read(part.start, inputs)
     for found, expected in zip(replay.state, state.memory):
         assert (found is None) == (expected is None)
         if expected is not None:

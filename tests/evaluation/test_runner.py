@@ -10,28 +10,34 @@ import pytest
 import rich.console
 from tests.support import evaluated_model
 
-from trellis.cli import evaluation as cli
-from trellis.cli.evaluation import print_table
+from trellis.cli import options
+from trellis.cli.options import print_table
 from trellis.evaluation import runner
 from trellis.evaluation.reasoning import read
 from trellis.evaluation.recall import load_set
-from trellis.evaluation.runner import Records, json_rows, progress, read_text
+from trellis.evaluation.runner import Job, Records, json_rows, progress, read_text
 
 HEADS = ["model", *(f"variant-{n}\n{n}K" for n in range(16))]
 CELLS = [[name, *(f"{n}.{n:05d}" for n in range(16))] for name in ("a[bold]", "m[/]x")]
 ROWS = [{"text": "red: a\u2028b red:", "value": "a", "key": "red"}, {"text": "x", "value": "y"}]
 
 
-def fail():
+def fail(**_):
     raise AssertionError("this should not be measured")
+
+
+def job(setting, measure=lambda **_: {"x": 1}, **fields):
+    return Job(setting, measure, "", **fields)
 
 
 def test_a_copy_of_a_model_has_its_results_under_its_own_name(tmp_path):
     records = Records(tmp_path, "task")
-    first = records.measured(
-        evaluated_model(name="first"), {"n": 1}, lambda: {"x": 1}, {"data": ["here"]}
+    here, there = (
+        job({"n": 1}, note={"data": ["here"]}),
+        job({"n": 1}, fail, note={"data": ["there"]}),
     )
-    again = records.measured(evaluated_model(name="copy"), {"n": 1}, fail, {"data": ["there"]})
+    first = records.measured(evaluated_model(name="first"), here)
+    again = records.measured(evaluated_model(name="copy"), there)
     assert again["result"] == first["result"]
     assert (again["model"]["name"], again["note"]) == ("copy", {"data": ["there"]})
     (kept,) = (tmp_path / "task").glob("*.json")
@@ -41,7 +47,7 @@ def test_a_copy_of_a_model_has_its_results_under_its_own_name(tmp_path):
 @pytest.mark.parametrize("change", ["config", "start", "end", "setting", "format"])
 def test_what_a_result_depends_on_tells_results_apart(tmp_path, monkeypatch, change):
     records = Records(tmp_path, "task")
-    records.measured(evaluated_model(), {"n": 1}, lambda: {"x": 1})
+    records.measured(evaluated_model(), job({"n": 1}))
     other, setting = evaluated_model(), {"n": 1}
     if change == "config":
         other = evaluated_model(norm_eps=1e-2)  # the same weights
@@ -52,7 +58,8 @@ def test_what_a_result_depends_on_tells_results_apart(tmp_path, monkeypatch, cha
         monkeypatch.setattr(runner, "FORMAT", runner.FORMAT + 1)
     else:
         other.about[change] = [7]
-    assert records.measured(other, setting, lambda: {"x": 2})["result"] == {"x": 2}
+    found = records.measured(other, job(setting, lambda **_: {"x": 2}))
+    assert found["result"] == {"x": 2}
 
 
 def test_names_and_versions_in_a_configuration_do_not(tmp_path):
@@ -66,21 +73,21 @@ def test_names_and_versions_in_a_configuration_do_not(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named_before_measuring(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--out must be a folder that can be written; got .*file"):
-        Records(tmp_path / "file", "task").measured(evaluated_model(), {}, fail)
+        Records(tmp_path / "file", "task").measured(evaluated_model(), job({}, fail))
 
 
 def test_a_damaged_record_is_named(tmp_path):
     records = Records(tmp_path, "task")
-    records.measured(evaluated_model(), {}, lambda: {})
+    records.measured(evaluated_model(), job({}))
     (kept,) = (tmp_path / "task").glob("*.json")
     kept.write_text("{")
     with pytest.raises(ValueError, match=rf"{kept.name} is damaged"):
-        records.measured(evaluated_model(), {}, fail)
+        records.measured(evaluated_model(), job({}, fail))
 
 
 def test_results_are_kept_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = Records(tmp_path, "task").measured(evaluated_model(), {}, lambda: {"x": 1})
+    found = Records(tmp_path, "task").measured(evaluated_model(), job({}))
     assert found["made_by"]["commit"] is None
     assert len(list((tmp_path / "task").glob("*.json"))) == 1
 
@@ -139,7 +146,7 @@ def test_recall_and_reasoning_read_the_same_files(tmp_path):
 def terminal(monkeypatch):
     """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(cli, "_on_terminal", lambda: True)
+    monkeypatch.setattr(options, "_on_terminal", lambda: True)
 
 
 def test_a_wide_table_is_several_whole_ones(terminal, capsys):

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from .. import machine
-from .options import names, numbers
+from ..files import write_json
+from .options import Threads, names, numbers
 
 app = typer.Typer(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
 Out = Annotated[
-    Path | None, typer.Option(help="A folder for the record, NAME.json, and its figure if any.")
+    Path | None, Option(help="A folder for the record, NAME.json, and its figure if any.")
 ]
-Rounds = Annotated[int, typer.Option(help="How often everything is timed.")]
-Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.")]
+Lengths = Annotated[str, Option(help="Tokens, separated by commas.")]
+Contexts = Annotated[str, Option(help="Contexts of a decoding step.")]
+Rounds = Annotated[int, Option(help="How often everything is timed.")]
 
 
 @app.command("ops")
 def bench_ops(
-    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
-    contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1024,65536",
-    memory: Annotated[int, typer.Option(help="Tokens of the memory measurement.")] = 8192,
+    lengths: Lengths = "2048,8192",
+    contexts: Contexts = "1024,65536",
+    memory: Annotated[int, Option(help="Tokens of the memory measurement.")] = 8192,
     rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
@@ -32,7 +34,6 @@ def bench_ops(
     """The memory op beside attention, Gated DeltaNet and Mamba2; every mixer as a whole layer."""
     from ..bench import ops
 
-    _set_threads(threads)
     record = Record("bench-ops")
     result = ops.run(numbers("lengths", lengths), numbers("contexts", contexts), memory, rounds,
                      record.say)  # fmt: skip
@@ -41,7 +42,7 @@ def bench_ops(
 
 @app.command("chunked")
 def bench_chunked(
-    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "2048,8192",
+    lengths: Lengths = "2048,8192",
     rounds: Rounds = 3,
     threads: Threads = 2,
     out: Out = None,
@@ -49,7 +50,6 @@ def bench_chunked(
     """The portable memory op, in plain PyTorch, beside attention."""
     from ..bench import ops
 
-    _set_threads(threads)
     record = Record("bench-chunked")
     ops.run_portable(numbers("lengths", lengths), rounds, record.say)
     record.keep(out)
@@ -57,9 +57,9 @@ def bench_chunked(
 
 @app.command("model")
 def bench_model(
-    preset: Annotated[str, typer.Option(help="Model size.")] = "125m",
-    lengths: Annotated[str, typer.Option(help="Training contexts.")] = "512,2048",
-    contexts: Annotated[str, typer.Option(help="Contexts of a decoding step.")] = "1000,100000",
+    preset: Annotated[str, Option(help="Model size.")] = "125m",
+    lengths: Annotated[str, Option(help="Training contexts.")] = "512,2048",
+    contexts: Contexts = "1000,100000",
     rounds: Rounds = 3,
     threads: Threads = 0,
     out: Out = None,
@@ -67,7 +67,6 @@ def bench_model(
     """Training and decoding of a whole model, with Trellis and with attention."""
     from ..bench import model
 
-    _set_threads(threads)
     record = Record("bench-model")
     result = model.run(preset, numbers("lengths", lengths), numbers("contexts", contexts),
                        rounds, record.say)  # fmt: skip
@@ -76,9 +75,9 @@ def bench_model(
 
 @app.command("training")
 def bench_training(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml), for its model and batch.")],
-    mixers: Annotated[str, typer.Option(help="Names separated by commas.")] = "trellis,transformer",
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 8192,
+    recipe: Annotated[Path, Argument(help="A recipe (.toml), for its model and batch.")],
+    mixers: Annotated[str, Option(help="Names separated by commas.")] = "trellis,transformer",
+    vocab_size: Annotated[int, Option(help="Tokens in the vocabulary.")] = 8192,
     rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
@@ -87,7 +86,6 @@ def bench_training(
     from ..bench import model
     from ..training.recipe import load_recipe
 
-    _set_threads(threads)
     record = Record("bench-training")
     model.run_training(load_recipe(recipe), names(mixers), vocab_size, rounds, record.say)
     record.keep(out)
@@ -95,26 +93,18 @@ def bench_training(
 
 @app.command("stream")
 def bench_stream(
-    tokens: Annotated[int, typer.Option(help="Tokens to read.", min=1)] = 1_000_000,
-    points: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 20,
-    figure: Annotated[Path | None, typer.Option(help="A PNG file to draw.")] = None,
+    tokens: Annotated[int, Option(help="Tokens to read.", min=1)] = 1_000_000,
+    points: Annotated[int, Option(help="Rows of the table.", min=1)] = 20,
+    figure: Annotated[Path | None, Option(help="A PNG file to draw.")] = None,
     threads: Threads = 2,
     out: Out = None,
 ) -> None:
     """A small model reads a million tokens: the size of its cache and of the process stay flat."""
     from ..bench import model
 
-    _set_threads(threads)
     record = Record("bench-stream")
     model.run_stream(tokens, points, figure, record.say)
     record.keep(out)
-
-
-def _set_threads(threads: int) -> None:
-    import torch
-
-    if threads:
-        torch.set_num_threads(threads)
 
 
 class Record:
@@ -133,13 +123,10 @@ class Record:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        record = {
-            "command": ["trellis", *sys.argv[1:]],
-            "machine": machine.describe(),
-            "printed": self.printed,
-            "result": result,
-        }
-        (folder / f"{self.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        command = ["trellis", *sys.argv[1:]]
+        record = {"command": command, "machine": machine.describe(), "printed": self.printed,
+                  "result": result}  # fmt: skip
+        write_json(folder / f"{self.name}.json", record)
         if draw is not None:
             draw(result, folder / f"{self.name}.png")
         typer.echo(f"\nwritten to {folder}")

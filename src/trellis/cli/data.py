@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from ..data import Progress
@@ -23,14 +24,14 @@ _SOURCES = (
     "them, also compressed (.gz, .xz, .bz2, .zst); hub:DATASET:CONFIG@SPLIT, where CONFIG and "
     "SPLIT are optional; or stdlib, the sources and the language reference of this Python."
 )
-Sources = Annotated[list[str], typer.Argument(help=_SOURCES, metavar="SOURCE...")]
+Sources = Annotated[list[str], Argument(help=_SOURCES, metavar="SOURCE...")]
 TextField = Annotated[
-    str, typer.Option(help="The field that holds the text, in jsonl and in datasets of the hub.")
+    str, Option(help="The field that holds the text, in jsonl and in datasets of the hub.")
 ]
 TokenizerName = Annotated[
-    str, typer.Option(help="bytes, a tokenizer.json, a folder with one, or a name on the hub.")
+    str, Option(help="bytes, a tokenizer.json, a folder with one, or a name on the hub.")
 ]
-CorpusFolder = Annotated[Path, typer.Argument(help="A folder that `trellis data prepare` wrote.")]
+CorpusFolder = Annotated[Path, Argument(help="A folder that `trellis data prepare` wrote.")]
 
 #: How many skipped inputs are named on the terminal; all of them are in skipped.jsonl.
 _NAMED = 5
@@ -39,17 +40,15 @@ _NAMED = 5
 @app.command()
 def prepare(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="The folder to write, which must not exist yet.")],
+    out: Annotated[Path, Option(help="The folder to write, which must not exist yet.")],
     tokenizer: TokenizerName = "bytes",
     validation: Annotated[
-        float, typer.Option(help="The share of documents to hold out for validation.")
+        float, Option(help="The share of documents to hold out for validation.")
     ] = 0.01,
-    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = 0,
+    seed: Annotated[int, Option(help="Chooses which documents are held out.")] = 0,
     text_field: TextField = "text",
-    shard_tokens: Annotated[int, typer.Option(help="The most tokens in a shard.")] = 1 << 27,
-    max_documents: Annotated[
-        int | None, typer.Option(help="Stop after this many documents.")
-    ] = None,
+    shard_tokens: Annotated[int, Option(help="The most tokens in a shard.")] = 1 << 27,
+    max_documents: Annotated[int | None, Option(help="Stop after this many documents.")] = None,
 ) -> None:
     """Turn text into a corpus of token shards.
 
@@ -98,10 +97,8 @@ def prepare(
 @app.command("tokenizer")
 def train_a_tokenizer(
     sources: Sources,
-    out: Annotated[
-        Path, typer.Option(help="A folder for tokenizer.json, or a path that ends in .json.")
-    ],
-    vocab_size: Annotated[int, typer.Option(help="The most tokens in the vocabulary.")] = 32768,
+    out: Annotated[Path, Option(help="A folder for tokenizer.json, or a path that ends in .json.")],
+    vocab_size: Annotated[int, Option(help="The most tokens in the vocabulary.")] = 32768,
     text_field: TextField = "text",
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
@@ -123,22 +120,21 @@ def train_a_tokenizer(
 
 @app.command()
 def needles(
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    out: Annotated[Path, Option(help="The .jsonl file to write.")],
     variants: Annotated[
-        str, typer.Option(help="Kinds of needles, of passkey, number, uuid and word.")
+        str, Option(help="Kinds of needles, of passkey, number, uuid and word.")
     ] = "passkey,number,uuid",
     lengths: Annotated[
-        str,
-        typer.Option(help="The most tokens of a document, 128 of which are kept for its answer."),
+        str, Option(help="The most tokens of a document, 128 of which are kept for its answer.")
     ] = "1024,2048",
-    items: Annotated[int, typer.Option(help="How many documents to write.", min=1)] = 10_000,
+    items: Annotated[int, Option(help="How many documents to write.", min=1)] = 10_000,
     haystack: Annotated[
         list[str] | None,
-        typer.Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
+        Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
     ] = None,
     tokenizer: TokenizerName = "bytes",
-    seed: Annotated[int, typer.Option(help="Seeds the random choices.")] = 0,
-    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+    seed: Annotated[int, Option(help="Seeds the random choices.")] = 0,
+    force: Annotated[bool, Option(help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write training text for `trellis eval niah`: needles in haystacks, with their answers.
 
@@ -175,21 +171,19 @@ def verify(corpus: CorpusFolder) -> None:
 @app.command()
 def info(corpus: CorpusFolder) -> None:
     """Show what a corpus is made of."""
-    from rich.console import Console
-    from rich.table import Table
-
     from ..data import open_corpus
     from ..data.sources import kinds
+    from .options import print_table
 
     opened = open_corpus(corpus)
     manifest = opened.manifest
     tokenizer = manifest["tokenizer"]
-    table = Table("split", "documents", "tokens", "bytes of text", "shards")
+    rows = []
     for stream in (opened.train, opened.validation):
         shards = len(manifest["splits"][stream.split]["shards"])
         numbers = (stream.documents, stream.tokens, stream.bytes, shards)
-        table.add_row(stream.split, *(f"{n:,}" for n in numbers))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        rows.append([stream.split, *(f"{n:,}" for n in numbers)])
+    print_table(["split", "documents", "tokens", "bytes of text", "shards"], rows)
     for entry in manifest["sources"]:
         size = f" ({entry['files']:,} files, {entry['bytes']:,} bytes)" if entry["files"] else ""
         _say(f"source: {entry['source']}{size}")
@@ -258,16 +252,16 @@ def _bar(text: str) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def _progress() -> Iterator[Any]:
     """Yields a function that shows how far a run has come, if this is a terminal."""
-    start = time.monotonic()
-    first: list[int] = []
+    start, first = time.monotonic(), None
     with _bar("{task.description}") as (bar, task):
 
         def show(progress: Progress) -> None:
-            if not first:
-                first.append(progress.text_bytes)
-            seconds = max(time.monotonic() - start, 1e-9)
+            nonlocal first
             # The bytes that were read before an interruption do not count for the speed.
-            read = progress.text_bytes - (first[0] if progress.resumed else 0)
+            if first is None:
+                first = progress.text_bytes if progress.resumed else 0
+            seconds = max(time.monotonic() - start, 1e-9)
+            read = progress.text_bytes - first
             bar.update(
                 task,
                 description=f"{progress.documents:,} documents, {progress.tokens:,} tokens, "

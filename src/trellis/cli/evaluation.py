@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from .options import names, numbers
+from .options import Threads, names, numbers, print_table
 
 if TYPE_CHECKING:
     from ..evaluation.models import EvaluatedModel
@@ -19,39 +20,48 @@ app = typer.Typer(no_args_is_help=True, help="Measure models: ours, or any of tr
 
 Models = Annotated[
     list[str],
-    typer.Argument(help="Runs, exported folders, or models of transformers.", metavar="MODEL..."),
+    Argument(help="Runs, exported folders, or models of transformers.", metavar="MODEL..."),
 ]
 Out = Annotated[
-    Path, typer.Option(help="The folder of results; a result that is there is not measured again.")
+    Path, Option(help="The folder of results; a result that is there is not measured again.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Take only the first N items.", min=1)]
-BatchTokens = Annotated[int, typer.Option(help="Tokens in a batch, about.", min=1)]
+Limit = Annotated[int | None, Option(help="Take only the first N items.", min=1)]
+BatchTokens = Annotated[int, Option(help="Tokens in a batch, about.", min=1)]
 DocumentBytes = Annotated[
-    int | None, typer.Option(help="Take only the first N bytes of each document.", min=1)
+    int | None, Option(help="Take only the first N bytes of each document.", min=1)
 ]
-Threads = Annotated[int, typer.Option(help="Threads; 0 leaves torch's number.", min=0)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+
+
+def _check_device(device: str) -> str:
+    """Raises ValueError at a device that this torch does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
+    return device
+
+
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.", callback=_check_device)]
 
 OUT = Path("runs/eval")
-#: Characters of a table's column beside its text: its left line, and a space on both sides.
-_BORDER = 3
 
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A run or an exported folder of ours.")],
-    text: Annotated[str | None, typer.Argument(help="The text that the model reads.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A file to read instead of TEXT.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Read only the first N tokens.", min=1)] = None,
+    model: Annotated[str, Argument(help="A run or an exported folder of ours.")],
+    text: Annotated[str | None, Argument(help="The text that the model reads.")] = None,
+    file: Annotated[Path | None, Option(help="A file to read instead of TEXT.")] = None,
+    tokens: Annotated[int | None, Option(help="Read only the first N tokens.", min=1)] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Draw the heads of this layer; else a few layers.", min=0)
+        int | None, Option(help="Draw the heads of this layer; else a few layers.", min=0)
     ] = None,
-    head: Annotated[int | None, typer.Option(help="Draw only this head of --layer.", min=0)] = None,
-    probes: Annotated[
-        int, typer.Option(help="Tokens whose recall is measured, at most.", min=1)
-    ] = 64,
+    head: Annotated[int | None, Option(help="Draw only this head of --layer.", min=0)] = None,
+    probes: Annotated[int, Option(help="Tokens whose recall is measured, at most.", min=1)] = 64,
     rank_every: Annotated[
-        int, typer.Option(help="Compute the effective rank at every N-th token.", min=1)
+        int, Option(help="Compute the effective rank at every N-th token.", min=1)
     ] = 1,
     out: Out = OUT,
     threads: Threads = 0,
@@ -68,7 +78,7 @@ def inspect(
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} must be text in UTF-8: {error}") from error
     assert text is not None
-    (opened,) = _opened([model], threads, device)
+    (opened,) = _opened([model], device)
     source = "the command line" if file is None else str(file)
     show(inspection.run(
         opened, text, out, source=source, tokens=tokens, layer=layer, head=head, probes=probes,
@@ -78,40 +88,38 @@ def inspect(
 
 @app.command()
 def mqar(
-    mixers: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
+    mixers: Annotated[str, Option(help="Names separated by commas, or all.")] = "all",
     preset: Annotated[
-        str, typer.Option(help="small, zoology or based; or a TOML file like recipes/mqar/*.toml.")
+        str, Option(help="small, zoology or based; or a TOML file like recipes/mqar/*.toml.")
     ] = "small",
-    widths: Annotated[str | None, typer.Option(help="Widths instead of the preset's.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads, where the mixer has them.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of a model.")] = None,
+    widths: Annotated[str | None, Option(help="Widths instead of the preset's.")] = None,
+    heads: Annotated[int | None, Option(help="Heads, where the mixer has them.")] = None,
+    layers: Annotated[int | None, Option(help="Layers of a model.")] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Tokens: half of them keys, half values.")
+        int | None, Option(help="Tokens: half of them keys, half values.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="The most steps of a training.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
+    steps: Annotated[int | None, Option(help="The most steps of a training.")] = None,
+    batch_tokens: Annotated[int | None, Option(help="Tokens in a batch.")] = None,
     easy_first: Annotated[
-        float | None, typer.Option(help="Share of the steps with the shortest sequences only.")
+        float | None, Option(help="Share of the steps with the shortest sequences only.")
     ] = None,
     learning_rates: Annotated[
-        str | None, typer.Option(help="Tried in turn; the best on validation is tested.")
+        str | None, Option(help="Tried in turn; the best on validation is tested.")
     ] = None,
     check_every: Annotated[
-        int | None, typer.Option(help="Steps between looks at the validation accuracy.")
+        int | None, Option(help="Steps between looks at the validation accuracy.")
     ] = None,
     random_non_queries: Annotated[
-        bool | None, typer.Option(help="Random tokens, instead of 0, where nothing is asked.")
+        bool | None, Option(help="Random tokens, instead of 0, where nothing is asked.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="Any key of the preset, steps=100, or of a mixer, trellis.slots=64."
-        ),
+        Option("--set", help="Any key of the preset, steps=100, or of a mixer, trellis.slots=64."),
     ] = None,
     limit: Limit = None,
     out: Out = OUT,
     threads: Threads = 0,
-    seed: Annotated[int, typer.Option(help="Seed of examples and weights.", min=0)] = 0,
+    seed: Annotated[int, Option(help="Seed of examples and weights.", min=0)] = 0,
     device: Device = "cpu",
 ) -> None:
     """Multi-query associative recall: trains small models of every mixer and tests them.
@@ -138,8 +146,7 @@ def mqar(
         batch_tokens=batch_tokens, easy_first=easy_first, check_every=check_every,
         random_non_queries=random_non_queries,
     )  # fmt: skip
-    _set_machine(threads, device)
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    say = partial(typer.echo, err=True)
     show(task.run(chosen, changed, out, seed=seed, device=device, say=say))
 
 
@@ -157,21 +164,20 @@ def niah(
     models: Models,
     haystack: Annotated[
         list[str] | None,
-        typer.Option(help="Text that hides needles: files, folders, archives; else stdlib."),
+        Option(help="Text that hides needles: files, folders, archives; else stdlib."),
     ] = None,
     variants: Annotated[
-        str,
-        typer.Option(help="passkey (S-NIAH-1), number (S-NIAH-2), uuid (S-NIAH-3), word."),
+        str, Option(help="passkey (S-NIAH-1), number (S-NIAH-2), uuid (S-NIAH-3), word.")
     ] = "passkey,number,uuid",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of a prompt and 128 for its answer, at most.")
+        str, Option(help="Tokens of a prompt and 128 for its answer, at most.")
     ] = "1024,2048,4096,8192,16384,32768",
     depths: Annotated[
-        str, typer.Option(help="Per cent of the text before the needle, in turn; or random.")
+        str, Option(help="Per cent of the text before the needle, in turn; or random.")
     ] = "0,10,20,30,40,50,60,70,80,90,100",
-    items: Annotated[int, typer.Option(help="Items of each variant and length.", min=1)] = 100,
+    items: Annotated[int, Option(help="Items of each variant and length.", min=1)] = 100,
     limit: Limit = None,
-    seed: Annotated[int, typer.Option(help="Seed of keys, values and random depths.")] = 42,
+    seed: Annotated[int, Option(help="Seed of keys, values and random depths.")] = 42,
     batch_tokens: BatchTokens = 8192,
     out: Out = OUT,
     threads: Threads = 0,
@@ -185,7 +191,7 @@ def niah(
         places = numbers("depths", depths, least=0, most=100, instead="random")
     tokens = numbers("lengths", lengths)
     show(task.run(
-        _opened(models, threads, device, max(tokens)), haystack or ["stdlib"], names(variants),
+        _opened(models, device, max(tokens)), haystack or ["stdlib"], names(variants),
         tokens, out, items=items, depths=places, limit=limit, seed=seed, batch_tokens=batch_tokens,
     ))  # fmt: skip
 
@@ -194,11 +200,11 @@ def niah(
 def ppl(
     models: Models,
     data: Annotated[
-        list[str], typer.Option(help="Text: files, folders, archives, jsonl, stdlib, hub:NAME.")
+        list[str], Option(help="Text: files, folders, archives, jsonl, stdlib, hub:NAME.")
     ],
-    contexts: Annotated[str, typer.Option(help="Context lengths.")] = "512,1024,2048,4096,8192",
+    contexts: Annotated[str, Option(help="Context lengths.")] = "512,1024,2048,4096,8192",
     stride: Annotated[
-        int | None, typer.Option(help="Windows slide by N tokens; else they are disjoint.", min=1)
+        int | None, Option(help="Windows slide by N tokens; else they are disjoint.", min=1)
     ] = None,
     document_bytes: DocumentBytes = None,
     limit: Limit = None,
@@ -212,7 +218,7 @@ def ppl(
 
     lengths = numbers("contexts", contexts)
     show(task.run(
-        _opened(models, threads, device, max(lengths)), data, lengths, out,
+        _opened(models, device, max(lengths)), data, lengths, out,
         stride=stride, document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens,
     ))  # fmt: skip
 
@@ -221,12 +227,11 @@ def ppl(
 def reasoning(
     models: Models,
     data: Annotated[
-        Path | None,
-        typer.Option(help="A folder of the publishers' files; else the hub is asked."),
+        Path | None, Option(help="A folder of the publishers' files; else the hub is asked.")
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Some of lambada,piqa,hellaswag,winogrande,arc_easy,arc_challenge,siqa; else all."
         ),
     ] = None,
@@ -240,7 +245,7 @@ def reasoning(
     from ..evaluation import reasoning as task
 
     show(task.run(
-        _opened(models, threads, device), out, data=data,
+        _opened(models, device), out, data=data,
         tasks=None if tasks is None else names(tasks), limit=limit, batch_tokens=batch_tokens,
     ))  # fmt: skip
 
@@ -252,13 +257,12 @@ _FORMS = ".jsonl, .json or .parquet, or hub:NAME"
 def recall(
     models: Models,
     squad: Annotated[
-        str | None, typer.Option(help=f"SQuAD: completions ({_FORMS}), or SQuAD 1.1's own .json.")
+        str | None, Option(help=f"SQuAD: completions ({_FORMS}), or SQuAD 1.1's own .json.")
     ] = None,
-    swde: Annotated[str | None, typer.Option(help=f"SWDE: {_FORMS}.")] = None,
-    fda: Annotated[str | None, typer.Option(help=f"FDA: {_FORMS}.")] = None,
+    swde: Annotated[str | None, Option(help=f"SWDE: {_FORMS}.")] = None,
+    fda: Annotated[str | None, Option(help=f"FDA: {_FORMS}.")] = None,
     context_tokens: Annotated[
-        int | None,
-        typer.Option(help="Cut documents to N tokens around the answer, such as 950.", min=1),
+        int | None, Option(help="Cut documents to N tokens around the answer, such as 950.", min=1)
     ] = None,
     limit: Limit = None,
     batch_tokens: BatchTokens = 8192,
@@ -271,7 +275,7 @@ def recall(
 
     given = {"squad": squad, "swde": swde, "fda": fda}
     show(task.run(
-        _opened(models, threads, device),
+        _opened(models, device),
         {name: source for name, source in given.items() if source is not None},
         out, context_tokens=context_tokens, limit=limit, batch_tokens=batch_tokens,
     ))  # fmt: skip
@@ -279,23 +283,19 @@ def recall(
 
 @app.command()
 def scaling(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of `trellis train`.", metavar="RUN...")
-    ],
+    runs: Annotated[list[Path], Argument(help="Folders of `trellis train`.", metavar="RUN...")],
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Measure the newest checkpoints on this text, with --context."),
+        Option(help="Measure the newest checkpoints on this text, with --context."),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of a window, with --data.", min=1)
-    ] = None,
+    context: Annotated[int | None, Option(help="Tokens of a window, with --data.", min=1)] = None,
     bits_per_byte: Annotated[
-        bool, typer.Option("--bits-per-byte", help="Draw and fit bits per byte.")
+        bool, Option("--bits-per-byte", help="Draw and fit bits per byte.")
     ] = False,
     document_bytes: DocumentBytes = None,
     limit: Limit = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in a batch, about; 8192 unless given.", min=1)
+        int | None, Option(help="Tokens in a batch, about; 8192 unless given.", min=1)
     ] = None,
     out: Out = OUT,
     threads: Threads = 0,
@@ -304,32 +304,15 @@ def scaling(
     """Perplexity over training FLOPs: the validations that runs recorded, or of --data."""
     from ..evaluation import scaling as task
 
-    _set_machine(threads, device)
     show(task.run(
         runs, out, data=data or [], context=context, bits_per_byte=bits_per_byte,
         document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens, device=device,
     ))  # fmt: skip
 
 
-def _set_machine(threads: int, device: str) -> None:
-    """Raises ValueError at a device that this torch does not have."""
-    import torch
-
-    if threads:
-        torch.set_num_threads(threads)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
-
-
-def _opened(
-    models: list[str], threads: int, device: str, context: int = 0
-) -> Iterator[EvaluatedModel]:
+def _opened(models: list[str], device: str, context: int = 0) -> Iterator[EvaluatedModel]:
     from ..evaluation.models import open_models
 
-    _set_machine(threads, device)
     return open_models(models, device, context)
 
 
@@ -342,47 +325,3 @@ def show(report: Report) -> None:
             print_table(part.heads, part.rows, part.title)
     for path in report.files:
         typer.echo(f"written to {path}")
-
-
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """A table whose cells are never cut. Where the terminal is too narrow for it, the columns come
-    in several tables, each with the first column before them."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = [[str(head), *(str(row[n]) for row in rows)] for n, head in enumerate(heads)]
-    widths = [max(_width(cell) for cell in column) for column in columns]
-    room = Console().width if _on_terminal() else sum(widths) + _BORDER * len(widths) + 1
-    for group in _fitting(widths, room):
-        chosen = [columns[n] for n in group]
-        table = Table(title=Text(title) if title else None)
-        for head, *_ in chosen:
-            table.add_column(Text(head), no_wrap=True)
-        for cells in zip(*(cells for _, *cells in chosen)):
-            table.add_row(*map(Text, cells))  # Text, since a name may have brackets
-        needed = sum(widths[n] for n in group) + _BORDER * len(group) + 1
-        Console(width=max(room, needed)).print(table)
-
-
-def _on_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
-def _width(cell: str) -> int:
-    from rich.cells import cell_len
-
-    return max(cell_len(line) for line in cell.split("\n"))
-
-
-def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
-    """The columns of each table: the first, and as many of the next as there is room for."""
-    groups, used = [[0]], widths[0] + _BORDER + 1
-    for n in range(1, len(widths)):
-        own = widths[n] + _BORDER
-        if len(groups[-1]) > 1 and used + own > room:
-            groups.append([0])
-            used = widths[0] + _BORDER + 1
-        groups[-1].append(n)
-        used += own
-    return groups

@@ -1,6 +1,26 @@
-"""How several commands read lists of numbers and names in their options."""
+"""What several commands share: options, lists in options, and tables."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from typer import Option
+
+
+def _set_threads(threads: int) -> int:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    return threads
+
+
+#: Parsing the option sets the threads: no command needs its value.
+Threads = Annotated[
+    int, Option(help="Threads; 0 leaves torch's number.", min=0, callback=_set_threads)
+]
 
 
 def numbers(
@@ -29,3 +49,34 @@ def numbers(
 def names(text: str) -> list[str]:
     """Names separated by commas, with or without spaces."""
     return [part.strip() for part in text.split(",")]
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """A table whose cells are never cut. Where the terminal is too narrow for it, the columns come
+    in several tables, each with the first column before them."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def table_of(places: Sequence[int]) -> Table:
+        table = Table(title=Text(title) if title else None)
+        for n in places:
+            table.add_column(Text(heads[n]), no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(str(row[n])) for n in places))  # a name may have brackets
+        return table
+
+    endless = Console(width=100_000)
+    room = Console().width if _on_terminal() else endless.width
+    groups = [[0]]
+    for n in range(1, len(heads)):
+        wider = endless.measure(table_of([*groups[-1], n])).maximum
+        if len(groups[-1]) > 1 and wider > room:
+            groups.append([0])
+        groups[-1].append(n)
+    for group in groups:
+        endless.print(table_of(group))
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()

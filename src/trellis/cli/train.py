@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from typer import Argument, Option
 
 from . import options
 
-Run = Annotated[Path, typer.Argument(help="A run's folder, or one that `trellis export` wrote.")]
+Run = Annotated[Path, Argument(help="A run's folder, or one that `trellis export` wrote.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A value in place of the recipe's, such as train.steps=100."),
+    Option("--set", help="A value in place of the recipe's, such as train.steps=100."),
 ]
-Step = Annotated[int | None, typer.Option(help="The checkpoint of this step; default: newest.")]
+Step = Annotated[int | None, Option(help="The checkpoint of this step; default: newest.")]
 
 
 @contextlib.contextmanager
@@ -36,13 +35,12 @@ def _exit_codes() -> Iterator[None]:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml), or a run to resume.")],
+    recipe: Annotated[Path, Argument(help="A recipe (.toml), or a run to resume.")],
     out: Annotated[
-        Path | None,
-        typer.Option(help="The run's folder; default: runs/X for a recipe named X.toml."),
+        Path | None, Option(help="The run's folder; default: runs/X for a recipe named X.toml.")
     ] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, Option(help="Go on from the newest checkpoint.")] = False,
 ) -> None:
     """Train a model by a recipe; under torchrun, on several processes."""
     from ..training.recipe import load_recipe, override
@@ -66,11 +64,10 @@ def train(
 
 
 def compare(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml).")],
-    mixers: Annotated[str, typer.Option(help="Names separated by commas; default: all.")] = "",
+    recipe: Annotated[Path, Argument(help="A recipe (.toml).")],
+    mixers: Annotated[str, Option(help="Names separated by commas; default: all.")] = "",
     out: Annotated[
-        Path | None,
-        typer.Option(help="The runs' folder; default: runs/X for a recipe named X.toml."),
+        Path | None, Option(help="The runs' folder; default: runs/X for a recipe named X.toml.")
     ] = None,
     settings: Settings = None,
 ) -> None:
@@ -90,28 +87,28 @@ def compare(
 
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
+    prompt: Annotated[str, Option(help="The text to go on from.")] = "",
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file of text that comes before --prompt.")
+        Path | None, Option(help="A file of text that comes before --prompt.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.", min=0)] = 200,
+    max_tokens: Annotated[int, Option(help="At most so many new tokens.", min=0)] = 200,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; higher is more random.", min=0)
+        float, Option(help="0 takes the likeliest token; higher is more random.", min=0)
     ] = 0.8,
     top_p: Annotated[
         float,
-        typer.Option(
+        Option(
             help="Draw only from the likeliest tokens with this share of the probability.",
             min=0,
             max=1,
         ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Another number draws other tokens.")] = 0,
+    seed: Annotated[int, Option(help="Another number draws other tokens.")] = 0,
     state_in: Annotated[
-        Path | None, typer.Option(help="Go on from a state that --state-out saved.")
+        Path | None, Option(help="Go on from a state that --state-out saved.")
     ] = None,
     state_out: Annotated[
-        Path | None, typer.Option(help="A file to save the state to afterwards.")
+        Path | None, Option(help="A file to save the state to afterwards.")
     ] = None,
     step: Step = None,
 ) -> None:
@@ -154,7 +151,7 @@ def generate(
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    out: Annotated[Path, Option(help="The folder to write.")],
     step: Step = None,
 ) -> None:
     """Write a checkpoint for transformers' from_pretrained."""
@@ -167,8 +164,8 @@ def export(
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Runs' folders.")],
-    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("loss.png"),
+    runs: Annotated[list[Path], Argument(help="Runs' folders.")],
+    out: Annotated[Path, Option(help="The PNG file.")] = Path("loss.png"),
 ) -> None:
     """Draw the loss curves of runs."""
     from ..evaluation.comparison import draw_losses
@@ -178,12 +175,10 @@ def plot(
 
 
 def models(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Sizes such as 125m; default: all.")
-    ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 50257,
+    names: Annotated[list[str] | None, Argument(help="Sizes such as 125m; default: all.")] = None,
+    vocab_size: Annotated[int, Option(help="Tokens in the vocabulary.")] = 50257,
     contexts: Annotated[
-        str, typer.Option(help="Contexts to count operations at, separated by commas.")
+        str, Option(help="Contexts to count operations at, separated by commas.")
     ] = "2048,32768",
 ) -> None:
     """Print parameters, state and operations of every mixer at the paper's sizes."""
@@ -194,20 +189,18 @@ def models(
     for name in names or PRESETS:
         rows = {mixer: describe(name, mixer, lengths, vocab_size=vocab_size) for mixer in MIXERS}
         shape = next(iter(rows.values()))
-        table = Table(
-            "mixer", "MLP", "parameters", "without embeddings", "state per sequence",
-            *(f"GFLOP/token at {length}" for length in lengths),
-            title=f"{name}: {shape.blocks} blocks of width {shape.width}, {shape.heads} heads",
-        )  # fmt: skip
+        heads = ["mixer", "MLP", "parameters", "without embeddings", "state per sequence",
+                 *(f"GFLOP/token at {length}" for length in lengths)]  # fmt: skip
+        cells = []
         for mixer, row in rows.items():
             grows = f"grows, {row.growth_bytes / 2**10:.0f} KiB/token"
             size = grows if row.state_bytes is None else f"{row.state_bytes / 2**20:.2f} MiB"
-            table.add_row(
-                mixer, str(row.mlp), f"{row.parameters:,}",
-                f"{row.parameters - row.embeddings:,}", size,
-                *(f"{flops / 1e9:.3f}" for flops in row.flops),
-            )  # fmt: skip
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+            cells.append([
+                mixer, row.mlp, f"{row.parameters:,}", f"{row.parameters - row.embeddings:,}",
+                size, *(f"{flops / 1e9:.3f}" for flops in row.flops),
+            ])  # fmt: skip
+        title = f"{name}: {shape.blocks} blocks of width {shape.width}, {shape.heads} heads"
+        options.print_table(heads, cells, title)
     typer.echo(
         "Operations of reading a token, on average over the context; a multiply-add counts as two."
     )

@@ -10,10 +10,10 @@ does best on the held-out text itself, so that the count model is at its best.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..data import prepare_corpus
 from ..data.batches import IGNORED, assemble, validation_windows
 from ..data.shards import Corpus, open_corpus
 from ..figures import figure
-from ..files import write_whole
+from ..files import write_json, write_whole
 from ..models.presets import count_parameters
 from ..training import checkpoint as checkpoints
 from ..training.loop import Diverged, Interrupted
@@ -38,17 +38,8 @@ LARGEST_VOCABULARY = 8192
 _READ = 1 << 22  # tokens that are counted at a time
 
 
-@dataclasses.dataclass
-class Row:
-    """One mixer's line in the table."""
-
-    mixer: str
-    parameters: int
-    first_loss: float | None  # None: it was not finite
-    last_loss: float | None
-    validation_loss: float
-    skipped_steps: int
-    tokens_per_second: float
+#: One mixer's line in the table; a loss of training is None if it was not finite.
+Row = dict[str, Any]
 
 
 def compare(
@@ -71,7 +62,7 @@ def compare(
         )
     if not mixers:
         raise ValueError("mixers must name at least one")
-    chosen = {mixer: _with_mixer(recipe, mixer) for mixer in mixers}
+    chosen = {mixer: replace(recipe, model=replace(recipe.model, mixer=mixer)) for mixer in mixers}
     for mixer, one in chosen.items():
         one.check()
         run = out / mixer
@@ -104,12 +95,8 @@ def compare(
             corpus.train, held_out, vocabulary, recipe.data.context, recipe.log.validation_tokens
         )
     lines = _table(rows, counted)
-    result = {
-        "recipe": recipe.as_dict(),
-        "bigram_loss": counted,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    write_whole(out / "comparison.json", (json.dumps(result, indent=1) + "\n").encode())
+    result = {"recipe": recipe.as_dict(), "bigram_loss": counted, "rows": rows}
+    write_json(out / "comparison.json", result)
     write_whole(out / "comparison.md", ("\n".join(lines) + "\n").encode())
     level = {} if counted is None else {"bigram counts": counted}
     draw_losses([out / mixer for mixer in mixers], out / "comparison.png", levels=level)
@@ -136,24 +123,20 @@ def _prepared(recipe: Recipe, say: Callable[[str], None]) -> Corpus:
     return prepare_corpus(data.sources, Path(data.path), tokenizer=name, validation=VALIDATION)
 
 
-def _with_mixer(recipe: Recipe, mixer: str) -> Recipe:
-    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, mixer=mixer))
-
-
 def _row(mixer: str, recipe: Recipe, run: Path, vocabulary: int) -> Row:
     records = read_metrics(run)
     trained = [record for record in records if "loss" in record]
     last = [record for record in records if "validation_loss" in record][-1]
-    speeds = sorted(record["timing"]["tokens_per_second"] for record in trained)
-    return Row(
-        mixer=mixer,
-        parameters=count_parameters(recipe.model.config(vocabulary)),
-        first_loss=trained[0]["loss"],
-        last_loss=trained[-1]["loss"],
-        validation_loss=last["validation_loss"],
-        skipped_steps=trained[-1].get("bad_steps", 0),
-        tokens_per_second=speeds[len(speeds) // 2],
-    )
+    speed = median_high(record["timing"]["tokens_per_second"] for record in trained)
+    return {
+        "mixer": mixer,
+        "parameters": count_parameters(recipe.model.config(vocabulary)),
+        "first_loss": trained[0]["loss"],
+        "last_loss": trained[-1]["loss"],
+        "validation_loss": last["validation_loss"],
+        "skipped_steps": trained[-1].get("bad_steps", 0),
+        "tokens_per_second": speed,
+    }
 
 
 def _table(rows: list[Row], counted: float | None) -> list[str]:
@@ -161,19 +144,18 @@ def _table(rows: list[Row], counted: float | None) -> list[str]:
     heads = ["mixer", "parameters", "first loss", "last loss", "validation", *against,
              "skipped steps", "tokens/s"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for row in sorted(rows, key=lambda row: row.validation_loss):
-        difference = [] if counted is None else [f"{row.validation_loss - counted:+.3f}"]
-        cells = [row.mixer, f"{row.parameters:,}", _loss(row.first_loss), _loss(row.last_loss),
-                 f"{row.validation_loss:.3f}", *difference, str(row.skipped_steps),
-                 f"{row.tokens_per_second:,.0f}"]  # fmt: skip
+    for row in sorted(rows, key=lambda row: row["validation_loss"]):
+        trained = (row["first_loss"], row["last_loss"])
+        held_out = row["validation_loss"]
+        difference = [] if counted is None else [f"{held_out - counted:+.3f}"]
+        cells = [row["mixer"], f"{row['parameters']:,}",
+                 *("not finite" if loss is None else f"{loss:.3f}" for loss in trained),
+                 f"{held_out:.3f}", *difference, str(row["skipped_steps"]),
+                 f"{row['tokens_per_second']:,.0f}"]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     if counted is not None:
         lines.append(f"| bigram counts of the training text | | | | {counted:.3f} | | | |")
     return ["Loss in nats per token.", "", *lines]
-
-
-def _loss(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.3f}"
 
 
 def bigram_loss(train: Any, validation: Any, vocabulary: int, context: int, tokens: int) -> float:
@@ -191,7 +173,11 @@ def bigram_loss(train: Any, validation: Any, vocabulary: int, context: int, toke
         )
     pairs, single = _count(train, vocabulary)
     share = (single + 0.5) / (single + 0.5).sum()
-    before, after = _held_out(validation, context, tokens)
+    context = min(context, validation.tokens - 1)
+    starts = validation_windows(validation, context, tokens)
+    batch = assemble([(validation, start) for start in starts], context)
+    known = batch.targets != IGNORED
+    before, after = batch.input_ids[known].numpy(), batch.targets[known].numpy()
     counted, seen = pairs[before * vocabulary + after], single[before]
     losses = [
         -np.log((counted + strength * share[after]) / (seen + strength)).mean()
@@ -207,21 +193,9 @@ def _count(stream: Any, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, stream.tokens - 1, _READ):
         ids = stream.read(start, min(start + _READ + 1, stream.tokens)).astype(np.int64)
         coded = ids[:-1] * vocabulary + ids[1:]
-        inside = np.ones(len(coded), dtype=bool)
         last = ends[(ends > start) & (ends <= start + len(coded))] - start - 1
-        inside[last] = False
-        pairs += np.bincount(coded[inside], minlength=len(pairs))
+        pairs += np.bincount(np.delete(coded, last), minlength=len(pairs))
     return pairs, pairs.reshape(vocabulary, vocabulary).sum(1)
-
-
-def _held_out(stream: Any, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of the windows to validate on: the first tokens, and the second tokens."""
-    context = min(context, stream.tokens - 1)
-    starts = validation_windows(stream, context, tokens)
-    batch = assemble([(stream, start) for start in starts], context)
-    before, after = batch.input_ids.numpy().ravel(), batch.targets.numpy().ravel()
-    known = after != IGNORED
-    return before[known], after[known]
 
 
 def draw_losses(

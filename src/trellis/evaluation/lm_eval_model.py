@@ -11,7 +11,7 @@ several continuations follow only once, and long texts with the memory of one se
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,11 +101,10 @@ class TrellisLM(TemplateLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Splits texts as lm-eval does, but encodes all of them in one call."""
-        self._encode(
-            text
-            for context, continuation in (request.args for request in requests)
-            for text in (context.rstrip(), context + continuation)
-        )
+        pairs = [request.args for request in requests]
+        texts = {text for context, rest in pairs for text in (context.rstrip(), context + rest)}
+        encoded = self.evaluated.tokenizer.encode_batch(list(texts))
+        self._encoded = {text: ids.tolist() for text, ids in zip(texts, encoded)}
         try:
             return super().loglikelihood(requests, disable_tqdm=True)
         finally:
@@ -132,8 +131,8 @@ class TrellisLM(TemplateLM):
         """Likelihoods of whole texts. A model with a longest input reads them in windows of that
         length; any other model sees everything before each token."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        limited = self.evaluated.max_context is not None
-        found = self._in_windows(texts) if limited else self._in_one(texts)
+        whole = self.evaluated.max_context is None
+        found = self._in_one(texts) if whole else self._in_windows(texts)
         for request, likelihood in zip(requests, found):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, likelihood)
         return found
@@ -158,11 +157,6 @@ class TrellisLM(TemplateLM):
                     found[n] = text
                     self.cache_hook.add_partial("generate_until", requests[n].args, text)
         return found
-
-    def _encode(self, texts: Iterable[str]) -> None:
-        once = list(dict.fromkeys(texts))
-        encoded = self.evaluated.tokenizer.encode_batch(once)
-        self._encoded = {text: ids.tolist() for text, ids in zip(once, encoded)}
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Cuts a context that is too long on its left. The last token is predicted, not read."""

@@ -109,10 +109,16 @@ class EvaluatedModel:
             )
 
     @torch.no_grad()
-    def logits(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Logits [T, V] of every row; rows of different lengths share a batch."""
+    def logits(
+        self, rows: Sequence[Sequence[int]], cache: TrellisCache | None = None
+    ) -> list[Tensor]:
+        """Logits [T, V] of every row; rows of different lengths share a batch.
+
+        cache: what our models have read before the rows; it is updated.
+        """
         ids, mask = self._batch(rows)
-        out = self.network(ids, attention_mask=mask, use_cache=False, logits_to_keep=0).logits
+        past = {"use_cache": False} if cache is None else {"past_key_values": cache}
+        out = self.network(ids, attention_mask=mask, logits_to_keep=0, **past).logits
         return [logits[: len(row)] for logits, row in zip(out, rows)]
 
     @torch.no_grad()
@@ -137,21 +143,11 @@ class EvaluatedModel:
                     found[n] = out.last_hidden_state[n, place].clone()
         return self.network.lm_head(torch.stack(found)), cache
 
-    @torch.no_grad()
-    def go_on(self, rows: Sequence[Sequence[int]], cache: TrellisCache) -> list[Tensor]:
-        """Logits [T, V] of rows that follow what `cache` has read, which is updated (our models
-        only)."""
-        ids, mask = self._batch(rows)
-        out = self.network(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=0).logits
-        return [logits[: len(row)] for logits, row in zip(out, rows)]
-
     def _batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Rows padded on the right, where a causal model never sees it, and their mask."""
-        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-        ids = pad_sequence(tensors, batch_first=True)
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        return ids.to(self.device), mask.to(self.device)
+        ids = [torch.tensor(row, dtype=torch.long, device=self.device) for row in rows]
+        mask = [torch.ones_like(row) for row in ids]
+        return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
 
 
 def open_models(
@@ -221,8 +217,8 @@ def look_up(model: str) -> int | None:
         FileNotFoundError: there is nothing of that name.
         ValueError: a file of the model cannot be read.
     """
-    check_exists(model)
     path = Path(model)
+    check_exists(model)
     with _naming(model):
         kind = _kind_of(path)
         if kind == "run":
@@ -230,7 +226,12 @@ def look_up(model: str) -> int | None:
             if not (path / "config.json").is_file():
                 open_checkpoint(path, verify=False)
         elif path.exists():
-            _check_weights(path)
+            files = list(path.glob("*.safetensors"))
+            for file in files:
+                with safe_open(file, framework="pt"):  # raises at a truncated file
+                    pass
+            if not files and not any(path.glob("*.bin")):
+                raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
         if kind != "transformers":
             load_tokenizer(path / TOKENIZER)
             return None
@@ -283,16 +284,6 @@ def _kind_of(path: Path) -> str:
     if not isinstance(config, dict):
         raise ValueError(f"{path / 'config.json'} must hold an object; got {config!r:.40}")
     return "exported" if config.get("model_type") == "trellis" else "transformers"
-
-
-def _check_weights(path: Path) -> None:
-    """Raises at a folder without weights, or with a truncated file: its header does not fit it."""
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        with safe_open(file, framework="pt"):
-            pass
-    if not files and not any(path.glob("*.bin")):
-        raise FileNotFoundError(f"{path} has no weights: no model.safetensors")
 
 
 def _tokenizer_of(name: str) -> tuple[TextTokenizer, int | None]:

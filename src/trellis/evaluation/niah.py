@@ -9,23 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import figures
-from ..data.needles import (
-    ANSWER_TOKENS,
-    VARIANTS,
-    Haystack,
-    Needles,
-    check_variants,
-    read_haystack,
-    words_sha256,
-)
+from ..data import needles as needle_data
+from ..data.needles import ANSWER_TOKENS, VARIANTS, Item, Needles
 from .models import EvaluatedModel
-from .runner import Job, Record, Records, Report, Table, hash_of, measure, slug
+from .runner import Job, Record, Records, Report, Table, hash_of, slug
 from .scoring import BATCH_TOKENS, Progress, complete
 
 #: A table with more columns than this is cut into one table for each variant.
@@ -52,12 +45,25 @@ def run(
 
     depths: per cent of the text before the needle, taken in turn; None draws one for each item.
     """
-    check_variants(variants)
+    needle_data.check_variants(variants)
     figures.check()
-    words = words_sha256()
     count = items if limit is None else min(items, limit)
     # A word has at least one token, so no prompt takes more words than its length.
-    hay = read_haystack(haystack, words=max(lengths))
+    hay = needle_data.read_haystack(haystack, words=max(lengths))
+
+    shared = {
+        "items": count,
+        "depths": "random" if depths is None else list(depths),
+        "seed": seed,
+        "answer_tokens": ANSWER_TOKENS,
+        "words_sha256": needle_data.words_sha256(),
+    }
+
+    def taken(variant: str, length: int) -> dict[str, str]:
+        """The haystack in a setting: a hash of the words that prompts may take from a text."""
+        if VARIANTS[variant].noise:
+            return {"haystack": "noise"}
+        return {"haystack": "text", "haystack_sha256": hash_of([" ".join(hay.essay(length).words)])}
 
     def jobs(model: EvaluatedModel) -> list[Job]:
         needles = Needles(model.tokenizer, hay, seed, "test", len(model.start))
@@ -67,16 +73,7 @@ def run(
             needles.item(variant, min(lengths), 0)  # raises where the length is too short
         return [
             Job(
-                setting={
-                    "variant": variant,
-                    "length": length,
-                    "items": count,
-                    "depths": "random" if depths is None else list(depths),
-                    "seed": seed,
-                    "answer_tokens": ANSWER_TOKENS,
-                    "words_sha256": words,
-                    **_haystack_of(hay, variant, length),
-                },
+                setting={"variant": variant, "length": length, **shared, **taken(variant, length)},
                 measure=partial(
                     retrieve, model, needles, variant, length, count,
                     depths=depths, batch_tokens=batch_tokens,
@@ -90,20 +87,12 @@ def run(
         ]  # fmt: skip
 
     records = Records(out, "niah")
-    found = measure(records, models, jobs)
+    found = records.measure(models, jobs)
     pictures = [records.folder / f"{_picture(group)}.png" for group in found]
     for group, path in zip(found, pictures):
         _draw(group, variants, lengths, path)
     shown: list[Any] = list(_tables(found, variants, lengths))
     return Report([record for group in found for record in group], shown, pictures)
-
-
-def _haystack_of(hay: Haystack, variant: str, length: int) -> dict[str, str]:
-    """The part of a setting about the haystack: a hash of the words that prompts may take."""
-    if VARIANTS[variant].noise:
-        return {"haystack": "noise"}
-    words = " ".join(hay.essay(length).words)
-    return {"haystack": "text", "haystack_sha256": hash_of([words])}
 
 
 def retrieve(
@@ -124,24 +113,16 @@ def retrieve(
     for first in range(0, items, size):
         numbers = range(first, min(first + size, items))
         built = [needles.item(variant, length, index, depths) for index in numbers]
+        prompts = [[*model.start, *model.tokenizer.encode(item.prompt).tolist()] for item in built]
         texts = complete(
-            model,
-            [[*model.start, *model.tokenizer.encode(item.prompt).tolist()] for item in built],
-            max_tokens=ANSWER_TOKENS,
-            enough=_answered([item.value for item in built]),
-            batch_tokens=batch_tokens,
-            progress=progress,
-        )
+            model, prompts, max_tokens=ANSWER_TOKENS, enough=partial(_answered, built),
+            batch_tokens=batch_tokens, progress=progress,
+        )  # fmt: skip
         for item, text in zip(built, texts):
             digest.update(item.prompt.encode())
             answers.append({
-                "correct": matches(text, item.value),
-                "depth": item.depth,
-                "key": item.key,
-                "value": item.value,
-                "answer": text,
-                "units": item.units,
-                "tokens": item.tokens,
+                "correct": matches(text, item.value), "depth": item.depth, "key": item.key,
+                "value": item.value, "answer": text, "units": item.units, "tokens": item.tokens,
             })  # fmt: skip
     return {
         "accuracy": sum(answer["correct"] for answer in answers) / len(answers),
@@ -156,9 +137,9 @@ def matches(text: str, value: str) -> bool:
     return value.lower() in _CONTROL.sub("\n", text.strip()).strip().lower()
 
 
-def _answered(values: Sequence[str]) -> Callable[[int, str], bool]:
+def _answered(items: Sequence[Item], number: int, text: str) -> bool:
     """Ends an answer once it has said its value: later words cannot make it wrong."""
-    return lambda number, text: matches(text, values[number])
+    return matches(text, items[number].value)
 
 
 def by_depth(answers: Sequence[dict[str, Any]], exact: bool) -> list[dict[str, Any]]:

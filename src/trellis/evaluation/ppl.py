@@ -21,7 +21,7 @@ from .. import figures
 from ..data.sources import whole_texts
 from ..training.metrics import perplexity_of
 from .models import EvaluatedModel
-from .runner import Job, Record, Records, Report, Table, hash_of, measure
+from .runner import Job, Record, Records, Report, Table, hash_of
 from .scoring import BATCH_TOKENS, Progress, batches, token_losses
 
 
@@ -57,23 +57,25 @@ def run(
     """
     check_stride(stride, contexts)
     figures.check()
-    texts = documents(data, limit=limit, document_bytes=document_bytes)
+    texts = documents(data, limit, document_bytes)
     shared = {"data_sha256": hash_of(texts), "documents": len(texts), "stride": stride}
 
     def jobs(model: EvaluatedModel) -> list[Job]:
         for context in contexts:
             model.check_context(context, f"a context of {context:,} tokens")
         encoded = [encode(model, text) for text in texts]
-        options = {"stride": stride, "batch_tokens": batch_tokens}
-        return [
-            job(model, encoded, {**shared, "context": context}, options)._replace(
-                note={"data": list(data), **_gain(encoded, context, contexts, stride)}
-            )
-            for context in contexts
-        ]
+        found = []
+        for context in contexts:
+            # How many predictions see more tokens than the next shorter context shows them.
+            shorter = max((other for other in contexts if other < context), default=0)
+            gain = saw_more(encoded, context, stride, shorter)
+            note = {"data": list(data), "shorter": shorter, "saw_more": gain}
+            setting = {**shared, "context": context}
+            found.append(job(model, encoded, setting, note, batch_tokens, stride))
+        return found
 
     records = Records(out, "ppl")
-    found = measure(records, models, jobs)
+    found = records.measure(models, jobs)
     picture = records.folder / "by-position.png"
     _draw(found, picture)
     shown: list[Any] = [*_tables(found, contexts, stride), *_lines(found)]
@@ -81,28 +83,26 @@ def run(
 
 
 def job(
-    model: EvaluatedModel, texts: Sequence[Text], setting: dict[str, Any], options: dict[str, Any]
+    model: EvaluatedModel,
+    texts: Sequence[Text],
+    setting: dict[str, Any],
+    note: dict[str, Any],
+    batch_tokens: int,
+    stride: int | None = None,
 ) -> Job:
     """The measurement of perplexity with the context that a setting has."""
     context = setting["context"]
-    return Job(
-        setting=setting,
-        measure=partial(perplexity, model, texts, context, **options),
-        label=f"context {context}",
-        total=sum(len(text.ids) - 1 for text in texts),
-    )
+    look = partial(perplexity, model, texts, context, stride=stride, batch_tokens=batch_tokens)
+    total = sum(len(text.ids) - 1 for text in texts)
+    return Job(setting, look, f"context {context}", total, note)
 
 
 def documents(
-    sources: Sequence[str],
-    *,
-    limit: int | None = None,
-    document_bytes: int | None = None,
-    text_field: str = "text",
+    sources: Sequence[str], limit: int | None = None, document_bytes: int | None = None
 ) -> list[str]:
     """The first `limit` documents of any sources of text, each cut to `document_bytes` bytes."""
     found: list[str] = []
-    for text in whole_texts(sources, text_field):
+    for text in whole_texts(sources):
         if document_bytes is not None:
             text = text.encode()[:document_bytes].decode(errors="ignore")
         if text:
@@ -149,14 +149,6 @@ def saw_more(texts: Sequence[Text], context: int, stride: int | None, than: int)
     return sum(max(0, len(window.ids) - 1 - max(window.first, than)) for window in cut)
 
 
-def _gain(
-    texts: list[Text], context: int, contexts: Sequence[int], stride: int | None
-) -> dict[str, Any]:
-    """How many predictions see more tokens than the next shorter context would let them see."""
-    than = max((other for other in contexts if other < context), default=0)
-    return {"shorter": than, "saw_more": saw_more(texts, context, stride, than)}
-
-
 def perplexity(
     model: EvaluatedModel,
     texts: Sequence[Text],
@@ -172,51 +164,39 @@ def perplexity(
     cut = [window for text in texts for window in windows(text, context, stride)]
     if not cut:
         raise ValueError("there is nothing to predict: the texts have no tokens")
-    totals = _Totals(context)
+    # Sums by position: entry i is of predictions from exactly i + 1 tokens.
+    loss = torch.zeros(context, dtype=torch.float64)
+    count = torch.zeros(context, dtype=torch.long)
     for batch in batches([len(window.ids) for window in cut], batch_tokens):
         chosen = [cut[n] for n in batch]
         for window, losses in zip(chosen, token_losses(model, [w.ids for w in chosen])):
-            totals.add(losses[window.first :], window.first)
+            predicted = slice(window.first, len(losses))
+            loss[predicted] += losses[predicted].double().cpu()
+            count[predicted] += 1
         progress(sum(len(window.ids) - 1 - window.first for window in chosen))
-    return totals.result(sum(text.size for text in texts))
+    total, tokens = float(loss.sum()), int(count.sum())
+    size = sum(text.size for text in texts)
+    return {
+        "loss": total / tokens,
+        "perplexity": perplexity_of(total / tokens),
+        "bits_per_byte": total / math.log(2) / size,
+        "tokens": tokens,
+        "bytes": size,
+        "by_position": _by_position(loss, count),
+    }
 
 
-class _Totals:
-    """Sums of losses by position: entry i is of predictions from exactly i + 1 tokens."""
-
-    def __init__(self, context: int):
-        self.loss = torch.zeros(context, dtype=torch.float64)
-        self.count = torch.zeros(context, dtype=torch.long)
-
-    def add(self, losses: Tensor, first: int) -> None:
-        place = slice(first, first + len(losses))
-        self.loss[place] += losses.double().cpu()
-        self.count[place] += 1
-
-    def result(self, size: int) -> dict[str, Any]:
-        """size: bytes that were predicted."""
-        total, count = float(self.loss.sum()), int(self.count.sum())
-        loss = total / count
-        return {
-            "loss": loss,
-            "perplexity": perplexity_of(loss),
-            "bits_per_byte": total / math.log(2) / size,
-            "tokens": count,
-            "bytes": size,
-            "by_position": self.by_position(),
-        }
-
-    def by_position(self) -> list[dict[str, Any]]:
-        """Mean losses over positions up to 1, 2, 4, 8, ... tokens of context."""
-        found, begin = [], 0
-        while begin < len(self.loss):
-            end = min(max(1, 2 * begin), len(self.loss))
-            count = int(self.count[begin:end].sum())
-            if count:
-                mean = float(self.loss[begin:end].sum()) / count
-                found.append({"from": begin + 1, "to": end, "loss": mean, "tokens": count})
-            begin = end
-        return found
+def _by_position(loss: Tensor, count: Tensor) -> list[dict[str, Any]]:
+    """Mean losses over positions up to 1, 2, 4, 8, ... tokens of context."""
+    found, begin = [], 0
+    while begin < len(loss):
+        end = min(max(1, 2 * begin), len(loss))
+        tokens = int(count[begin:end].sum())
+        if tokens:
+            mean = float(loss[begin:end].sum()) / tokens
+            found.append({"from": begin + 1, "to": end, "loss": mean, "tokens": tokens})
+        begin = end
+    return found
 
 
 def _tables(
@@ -236,16 +216,17 @@ def _lines(found: list[list[Record]]) -> Iterator[str]:
     """How much a context adds to the next shorter one."""
     for record in (record for group in found for record in group):
         name, context, note = record["model"]["name"], record["setting"]["context"], record["note"]
-        if note["shorter"] and not note["saw_more"]:
+        shorter, more = note["shorter"], note["saw_more"]
+        if shorter and not more:
             yield (
-                f"{name}: {context} tokens of context are no more than {note['shorter']}, since no "
+                f"{name}: {context} tokens of context are no more than {shorter}, since no "
                 "document has as many"
             )
-        elif note["shorter"]:
+        elif shorter:
+            tokens = record["result"]["tokens"]
             yield (
-                f"{name}, context {context}: {note['saw_more']:,} of "
-                f"{record['result']['tokens']:,} tokens are predicted from more than "
-                f"{note['shorter']}"
+                f"{name}, context {context}: {more:,} of {tokens:,} tokens are predicted from "
+                f"more than {shorter}"
             )
 
 

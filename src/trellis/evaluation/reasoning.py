@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Table, hash_of, json_rows, lines, read_text
-from .runner import measure as measure_all
+from .scoring import Progress
 
 if TYPE_CHECKING:
     from .lm_eval_model import TrellisLM
@@ -87,30 +88,28 @@ def run(
         if name not in TASKS:
             raise ValueError(f"--tasks must be of {', '.join(TASKS)}; got {name!r}")
     names = [name for name in TASKS if tasks is None or name in tasks]
-    local: dict[str, Items] | None = None
-    left_out: list[str] = []
-    if data is not None:
-        local, left_out = _local(data, names, asked=tasks is not None)
-        names = list(local)
+    local, left_out = (None, []) if data is None else _local(data, names, asked=tasks is not None)
+    names = list(local or names)
     built = build(names, local)
     settings = {name: {"task": name, **about(built[name], limit)} for name in names}
+    sources = {
+        name: local[name].source if local else f"hub:{built[name].config.dataset_path}"
+        for name in names
+    }
+
+    def measured(model: EvaluatedModel, name: str, progress: Progress) -> dict[str, Any]:
+        from .lm_eval_model import TrellisLM
+
+        # It shows its own progress, since lm-eval decides how many requests an item makes.
+        return measure(TrellisLM(model=model, batch_tokens=batch_tokens), built[name], limit)
 
     def jobs(model: EvaluatedModel) -> list[Job]:
         return [
-            Job(
-                setting=settings[name],
-                measure=partial(_measure, model, built[name], limit, batch_tokens),
-                label=name,
-                note={
-                    "data": local[name].source
-                    if local
-                    else f"hub:{built[name].config.dataset_path}"
-                },
-            )
+            Job(settings[name], partial(measured, model, name), name, note={"data": sources[name]})
             for name in names
         ]
 
-    found = measure_all(Records(out, "reasoning"), models, jobs)
+    found = Records(out, "reasoning").measure(models, jobs)
     shown: list[Any] = [*left_out, _table(found, names), *_lines(found)]
     return Report([record for group in found for record in group], shown, [])
 
@@ -162,19 +161,18 @@ def build(names: Sequence[str], local: Mapping[str, Items] | None = None) -> dic
 
 def _instead(name: str, items: Items) -> dict[str, Any]:
     """The fields of a task's configuration that replace the hub's data by local rows."""
+    from datasets import Dataset
+
     split = "test" if name in ("lambada", "arc_easy", "arc_challenge") else "validation"
-    # Without other splits, lm-eval draws no examples from them.
-    instead: dict[str, Any] = {
-        f"{one}_split": one if one == split else None for one in ("training", "validation", "test")
+    return {
+        # Without other splits, lm-eval draws no examples from them.
+        **{
+            f"{one}_split": one if one == split else None
+            for one in ("training", "validation", "test")
+        },
+        "custom_dataset": lambda **_: {split: Dataset.from_list(items.rows)},
+        **({"process_docs": None} if items.cleaned else {}),
     }
-
-    def load(**_: Any) -> dict[str, Any]:
-        from datasets import Dataset
-
-        return {split: Dataset.from_list(items.rows)}
-
-    instead["custom_dataset"] = load
-    return {**instead, "process_docs": None} if items.cleaned else instead
 
 
 def about(task: Any, limit: int | None = None) -> dict[str, Any]:
@@ -193,21 +191,12 @@ def about(task: Any, limit: int | None = None) -> dict[str, Any]:
     }
 
 
-def _measure(
-    model: EvaluatedModel, task: Any, limit: int | None, batch_tokens: int, **_: Any
-) -> dict[str, Any]:
-    from .lm_eval_model import TrellisLM
-
-    # It shows its own progress, since lm-eval decides how many requests an item makes.
-    return measure(TrellisLM(model=model, batch_tokens=batch_tokens), task, limit)
-
-
 def measure(model: TrellisLM, task: Any, limit: int | None = None) -> dict[str, Any]:
     """lm-eval's metrics on the first `limit` items, and the log-likelihoods of every item."""
     from lm_eval.evaluator import evaluate
 
     before = model.cut
-    with quiet(), templates_once():
+    with quiet(), _templates_once():
         out = evaluate(
             lm=model, task_dict={"tasks": {task.task_name: task}},
             limit=limit, bootstrap_iters=0, log_samples=False,
@@ -245,7 +234,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def templates_once() -> Iterator[None]:
+def _templates_once() -> Iterator[None]:
     """Makes lm-eval compile the template of a prompt once; it would do so again for every item,
     which takes most of its time."""
     from lm_eval.utils import env
@@ -259,21 +248,18 @@ def templates_once() -> Iterator[None]:
 
 def _table(found: list[list[Record]], names: Sequence[str]) -> Table:
     """As in the paper: accuracies, with those of likelihoods per character (acc_n) beside them."""
-    columns = [
-        (place, metric)
-        for place in range(len(names))
-        for metric in METRICS
-        if metric in found[0][place]["result"]
-    ]
+    heads: list[str] = []
     rows = []
     for group in found:
-        results = [record["result"] for record in group]
-        average = sum(result["acc"] for result in results) / len(results)
-        cells = [_cell(metric, results[place][metric]) for place, metric in columns]
+        results = [(name, record["result"]) for name, record in zip(names, group)]
+        columns = [(name, m, of[m]) for name, of in results for m in METRICS if m in of]
+        heads = [f"{TASKS[name].heading}\n{METRICS[metric]}" for name, metric, _ in columns]
+        cells = [_cell(metric, value) for _, metric, value in columns]
+        average = fmean(of["acc"] for _, of in results)
         rows.append([group[0]["model"]["name"], *cells, _cell("acc", average)])
-    heads = [f"{TASKS[names[place]].heading}\n{METRICS[metric]}" for place, metric in columns]
-    of = f"{len(names)} of {len(TASKS)} tasks"
-    title = f"reasoning: percent; the average is that of acc over {of}"
+    title = (
+        f"reasoning: percent; the average is that of acc over {len(names)} of {len(TASKS)} tasks"
+    )
     return Table(title, ["model", *heads, "Avg.\nacc"], rows)
 
 
@@ -302,12 +288,17 @@ def find(folder: Path, task: str) -> Path | None:
 
 def read(path: Path, task: str) -> Items:
     """The items of a task's file, each checked."""
-    rows = _rows(path)
+    rows = []
+    for where, fields in json_rows(read_text(path), str(path)):
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: a line must be a JSON object; got {str(fields)[:60]!r}")
+        rows.append(_Row(where, fields))
+    if not rows:
+        raise ValueError(f"{path} has no items")
     cleaned = task == "hellaswag" and "query" in rows[0].fields
     if task in LABELS:
-        answers = _labels(path, LABELS[task], len(rows))
-        for row, answer in zip(rows, answers):
-            row.fields["label"] = answer
+        for row, label in zip(rows, _labels(path, LABELS[task], len(rows))):
+            row.fields["label"] = label
     convert = _cleaned_hellaswag if cleaned else _CONVERT[task]
     return Items(path.name, [convert(row) for row in rows], cleaned)
 
@@ -348,17 +339,6 @@ class _Row:
         if isinstance(found, bool) or str(found) not in known:
             raise self.error(f"{name!r} must be one of {', '.join(known)}; got {found!r}")
         return str(found)
-
-
-def _rows(path: Path) -> list[_Row]:
-    found = []
-    for where, fields in json_rows(read_text(path), str(path)):
-        if not isinstance(fields, dict):
-            raise ValueError(f"{where}: a line must be a JSON object; got {str(fields)[:60]!r}")
-        found.append(_Row(where, fields))
-    if not found:
-        raise ValueError(f"{path} has no items")
-    return found
 
 
 def _labels(path: Path, allowed: Sequence[str], count: int) -> list[str]:

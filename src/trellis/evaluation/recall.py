@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..data.compression import optional
@@ -37,7 +38,6 @@ from ..data.sources import HUB, parse_hub
 from ..data.tokenizer import TextTokenizer
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Rows, Table, hash_of, json_rows, read_text
-from .runner import measure as measure_all
 from .scoring import BATCH_TOKENS, Progress, complete
 
 SETS = ("squad", "swde", "fda")
@@ -91,30 +91,24 @@ def run(
     settings = [_setting(one, context_tokens) for one in sets]
 
     def jobs(model: EvaluatedModel) -> list[Job]:
-        prompts = [encode(model, one.items, context_tokens) for one in sets]
-        return [
-            Job(
-                setting=setting,
-                measure=partial(measure, model, one.items, encoded, batch_tokens=batch_tokens),
-                label=one.name,
-                total=len(encoded),
-                note={"data": one.source},
-            )
-            for one, setting, encoded in zip(sets, settings, prompts)
-        ]
+        found = []
+        for one, setting in zip(sets, settings):
+            prompts = encode(model, one.items, context_tokens)
+            look = partial(measure, model, one.items, prompts, batch_tokens=batch_tokens)
+            found.append(Job(setting, look, one.name, len(prompts), {"data": one.source}))
+        return found
 
-    found = measure_all(Records(out, "recall"), models, jobs)
+    found = Records(out, "recall").measure(models, jobs)
     shown: list[Any] = [_table(found, sets, context_tokens), *_lines(sets)]
     return Report([record for group in found for record in group], shown, [])
 
 
 def _setting(one: Set, context_tokens: int | None) -> dict[str, Any]:
-    # Everything but where an item stands. The answer's place counts: documents are cut around it.
-    content = [json.dumps(item[1:]) for item in one.items]
     return {
         "set": one.name,
         "form": one.form,
-        "data_sha256": hash_of(content),
+        # Everything but where an item stands. The answer's place counts: documents are cut there.
+        "data_sha256": hash_of(json.dumps(item[1:]) for item in one.items),
         "items": len(one.items),
         "context_tokens": context_tokens,
         "max_tokens": MAX_TOKENS,
@@ -162,11 +156,9 @@ def _content(source: str) -> dict[str, Any] | Rows:
     if form.kind not in ("json", "jsonl"):
         raise ValueError(f"{source} must be .jsonl, .json or .parquet, or hub:<dataset>")
     text = read_text(path)
-    return json_rows(text, source) if form.kind == "jsonl" else _json(text, source)
-
-
-def _json(text: str, source: str) -> dict[str, Any] | Rows:
-    """A .json file: the object of SQuAD 1.1, a list of rows, or one row in each line."""
+    if form.kind == "jsonl":
+        return json_rows(text, source)
+    # A .json file holds the object of SQuAD 1.1, a list of rows, or one row in each line.
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -208,7 +200,10 @@ def _published(name: str, row: Any, where: str) -> Item:
     text, value = (_text(row, field, where).strip() for field in ("text", "value"))
     key = _text(row, "key", where).strip() if name in KEYED else None
     if key is not None:
-        document = _without_query(text, key)
+        # The document of SWDE and FDA stands before the summary and before the key at its end.
+        document = text.split(SUMMARY)[0].rstrip()
+        while document.lower().endswith(f"{key}:".lower()):
+            document = document[: -len(key) - 1].rstrip()
     else:
         context = row.get("context")
         passage = context.strip() if isinstance(context, str) else ""
@@ -216,17 +211,8 @@ def _published(name: str, row: Any, where: str) -> Item:
         end = text.find(passage) + len(passage) if passage and passage in text else len(text)
         document = text[:end]
     found = re.search(re.escape(value), document, re.IGNORECASE)
-    return Item(
-        where, document, text[len(document) :], key, (value,), found.span() if found else None
-    )
-
-
-def _without_query(text: str, key: str) -> str:
-    """The document of SWDE and FDA: the text before the summary and before the key at its end."""
-    document = text.split(SUMMARY)[0].rstrip()
-    while document.lower().endswith(f"{key}:".lower()):
-        document = document[: -len(key) - 1].rstrip()
-    return document
+    query, span = text[len(document) :], found.span() if found else None
+    return Item(where, document, query, key, (value,), span)
 
 
 def _squad(content: dict[str, Any], source: str) -> Iterator[Item]:
@@ -287,12 +273,11 @@ def encode(
     ValueError if the model cannot read a prompt, or a document cannot be cut.
     """
     if context_tokens is None:
-        encoded = model.tokenizer.encode_batch([item.prompt for item in items])
-        prompts = [[*model.prefix, *ids.tolist()] for ids in encoded]
+        texts = model.tokenizer.encode_batch([item.prompt for item in items])
+        encoded = [ids.tolist() for ids in texts]
     else:
-        prompts = [
-            [*model.prefix, *cut_prompt(item, model.tokenizer, context_tokens)] for item in items
-        ]
+        encoded = [cut_prompt(item, model.tokenizer, context_tokens) for item in items]
+    prompts = [[*model.prefix, *ids] for ids in encoded]
     limit = model.max_context
     for item, prompt in zip(items, prompts):
         tokens = len(prompt) + MAX_TOKENS
@@ -338,8 +323,7 @@ def _cut_document(item: Item, tokenizer: TextTokenizer, size: int) -> list[int]:
             f"{item.where}: the answer has {end - begin:,} tokens, which do not fit into {size:,}: "
             "give more to --context-tokens"
         )
-    start, stop = window(len(ids), begin, end, size)
-    return ids[start:stop]
+    return ids[slice(*window(len(ids), begin, end, size))]
 
 
 def _tokens_of(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
@@ -395,8 +379,7 @@ def _table(found: list[list[Record]], sets: list[Set], context_tokens: int | Non
     rows = []
     for group in found:
         scores = [100 * record["result"]["accuracy"] for record in group]
-        average = sum(scores) / len(scores)
-        rows.append([group[0]["model"]["name"], *(f"{s:.1f}" for s in (*scores, average))])
+        rows.append([group[0]["model"]["name"], *(f"{s:.1f}" for s in (*scores, fmean(scores)))])
     heads = ["model", *(f"{one.name} ({len(one.items):,})" for one in sets), "average"]
     form = "whole texts" if context_tokens is None else f"cut to {context_tokens:,} tokens"
     return Table(f"recall, % (items), {form}", heads, rows)

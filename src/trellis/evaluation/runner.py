@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,35 +77,15 @@ class Report(NamedTuple):
     files: list[Path]
 
 
-def measure(
-    records: Records, models: Iterable[Model], jobs: Callable[[Any], Sequence[Job]]
-) -> list[list[Record]]:
-    """The records of every model, one for each of its jobs; those that are missing are measured.
-
-    jobs: gives the measurements of a model. It raises where one of them is not possible, before
-        the first of them is made.
-    """
-    return [
-        [
-            records.measured(
-                model, job.setting, partial(_run, model.name, job), job.note, job.label
-            )
-            for job in jobs(model)
-        ]
-        for model in models
-    ]
-
-
-def _run(name: str, job: Job) -> dict[str, Any]:
-    if job.total is None:
-        return job.measure(progress=lambda done: None)
-    with progress(f"{name}, {job.label}", job.total) as advance:
-        return job.measure(progress=advance)
-
-
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Progress]:
-    """Yields a function that moves a progress bar on; the bar is shown on terminals only."""
+def progress(what: str, total: int | None) -> Iterator[Progress]:
+    """Yields a function that moves a progress bar on.
+
+    The bar is shown on terminals only, and not where the total is None.
+    """
+    if total is None:  # rich is not needed then
+        yield lambda done: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -125,45 +104,48 @@ class Records:
     def __init__(self, folder: Path, task: str):
         self.folder, self.task = folder / task, task
 
-    def measured(
-        self,
-        model: Model,
-        setting: dict[str, Any],
-        measure: Callable[[], dict[str, Any]],
-        note: dict[str, Any] | None = None,
-        label: str = "",
-    ) -> Record:
-        """The record of a model in a setting: read if it is there, else measured and written.
+    def measure(
+        self, models: Iterable[Model], jobs: Callable[[Any], Sequence[Job]]
+    ) -> list[list[Record]]:
+        """The records of every model, one for each of its jobs.
+
+        jobs: gives the measurements of a model. It raises where one of them is not possible, before
+            the first of them is made.
+        """
+        return [[self.measured(model, job) for job in jobs(model)] for model in models]
+
+    def measured(self, model: Model, job: Job) -> Record:
+        """The record of a measurement: read if it is there, else measured and written.
 
         A record is found under any name of its model; it is returned with today's name and note.
         Raises ValueError, before measuring, if the folder cannot be written or a file is damaged.
         """
-        mark = self._mark(model, setting)
-        today = json.loads(json.dumps({"model": model.about, "note": note or {}}))
-        there = self._find(mark)
+        today = json.loads(json.dumps({"model": model.about, "note": job.note or {}}))
+        there = self.file_of(model, job.setting)
         if there is not None:
             return {**_read(there), **today}
         check_writable(self.folder, self.folder.parent)
         made_by = provenance()
         start = time.monotonic()
-        result = measure()
+        with progress(f"{model.name}, {job.label}", job.total) as advance:
+            result = job.measure(progress=advance)
         record = {
             "format": FORMAT,
             "task": self.task,
             **today,
-            "setting": setting,
+            "setting": job.setting,
             "result": result,
             "seconds": round(time.monotonic() - start, 2),
             "made_by": made_by,
         }
         content = json.dumps(record, indent=1) + "\n"
-        name = slug(f"{model.name} {label}")
-        write_whole(self.folder / f"{name}-{mark}.json", content.encode())
+        name = f"{slug(f'{model.name} {job.label}')}-{self._mark(model, job.setting)}.json"
+        write_whole(self.folder / name, content.encode())
         return json.loads(content)  # as it will be read
 
     def file_of(self, model: Model, setting: dict[str, Any]) -> Path | None:
         """The file of a record, which may bear another name of the model; None if there is none."""
-        return self._find(self._mark(model, setting))
+        return min(self.folder.glob(f"*-{self._mark(model, setting)}.json"), default=None)
 
     def all(self) -> list[Record]:
         """Every record of today's format in the folder, whichever process wrote it."""
@@ -173,9 +155,6 @@ class Records:
     def _mark(self, model: Model, setting: dict[str, Any]) -> str:
         key = {"format": FORMAT, "task": self.task, "setting": setting, "model": model.identity}
         return digest(key)
-
-    def _find(self, mark: str) -> Path | None:
-        return min(self.folder.glob(f"*-{mark}.json"), default=None)
 
 
 def check_writable(folder: Path, out: Path) -> None:
@@ -234,21 +213,19 @@ def provenance() -> dict[str, Any]:
 def _commit() -> str | None:
     """None where there is no git, or where this file does not belong to a checkout of ours."""
     own = Path(__file__)
-    tracked = _git("ls-files", "--full-name", "--error-unmatch", own.name)
-    if tracked != f"src/trellis/{own.parent.name}/{own.name}":
-        return None
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(
+            ["git", *arguments], cwd=own.parent, stderr=subprocess.DEVNULL, text=True
+        ).strip()
 
-def _git(*arguments: str) -> str | None:
     try:
-        out = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    except OSError:
-        return None
-    return out.stdout.strip() if out.returncode == 0 else None
+        tracked = git("ls-files", "--full-name", "--error-unmatch", own.name)
+        if tracked == f"src/trellis/{own.parent.name}/{own.name}":
+            return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return None
 
 
 def read_text(path: Path) -> str:

@@ -11,11 +11,11 @@ the same corpus, which the checkpoint names by a hash, or the corpus that is now
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import numpy as np
 from .. import figures
 from ..data.shards import open_corpus
 from ..data.tokenizer import load_tokenizer
-from ..files import write_whole
+from ..files import write_json
 from ..mixers import mixer_config
 from ..models.config import TrellisConfig
 from ..models.presets import training_flops, weightless
@@ -34,19 +34,9 @@ from ..training.metrics import FILE, perplexity_of, read_metrics
 from ..training.optimization import context_at
 from ..training.recipe import Recipe
 from ..training.run import RECIPE, TOKENIZER, recipe_of
-from .models import EvaluatedModel, names_of, open_model
+from .models import names_of, open_model
 from .ppl import documents, encode, job
-from .runner import (
-    Job,
-    Records,
-    Report,
-    Table,
-    check_writable,
-    digest,
-    hash_of,
-    measure,
-    provenance,
-)
+from .runner import Records, Report, Table, check_writable, digest, hash_of, provenance
 from .scoring import BATCH_TOKENS
 
 UNITS = {"perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
@@ -72,15 +62,26 @@ def run(
     report's `found` is the content of scaling-HASH.json: the runs and the fitted laws. Raises
     ValueError if runs cannot be compared.
     """
-    _check_options(data, context, document_bytes, limit, batch_tokens)
+    if bool(data) != (context is not None):
+        raise ValueError("--data and --context go together: the text, and how much is read at once")
+    options = {"document-bytes": document_bytes, "limit": limit, "batch-tokens": batch_tokens}
+    for name, value in options.items():
+        if value is not None and not data:
+            raise ValueError(
+                f"--{name} {value} needs --data: recorded validations are taken as they are"
+            )
     figures.check()
     paths = list({path.resolve(): path for path in runs}.values())
     trainings = [read_training(path) for path in paths]
     same_tokens = len({training.tokenizer_sha256 for training in trainings}) == 1
-    if data and not bits_per_byte:
-        check_tokenizers(trainings)
-    if not data:
-        check_validations(trainings)
+    for training in trainings:
+        if not data:
+            _check_validation(training, trainings)
+        elif not bits_per_byte and training.tokenizer_sha256 != trainings[0].tokenizer_sha256:
+            raise ValueError(
+                f"{paths[0]} and {training.path} have different tokenizers, so that perplexities "
+                "per token cannot be compared: add --bits-per-byte"
+            )
     names = names_of([str(path) for path in paths])
     rows: list[Row] = [
         {
@@ -94,73 +95,55 @@ def run(
         }
         for training, variant, name in zip(trainings, variants(trainings), names)
     ]
-    texts = documents(data, limit=limit, document_bytes=document_bytes) if data else []
+    texts = documents(data, limit, document_bytes) if data else []
     check_writable(out, out)
     setting: dict[str, Any] = {}
-
-    def jobs(model: EvaluatedModel) -> list[Job]:
-        encoded = [encode(model, text) for text in texts]
-        options = {"batch_tokens": batch_tokens or BATCH_TOKENS}
-        return [job(model, encoded, setting, options)._replace(note={"data": list(data)})]
-
-    if context is None:
-        for row, training in zip(rows, trainings):
-            row |= {"validation": training.validation_text, "curve": training.curve()}
-    else:
+    if data:
         setting = {
             "data_sha256": hash_of(texts),
             "documents": len(texts),
             "context": context,
             "windows": "disjoint",
         }
-        # The step that FLOPs are counted up to: a run may go on meanwhile.
-        models = (
-            open_model(str(training.path), device, name=name, step=training.step)
-            for training, name in zip(trainings, names)
-        )
-        found = measure(Records(out, "scaling"), models, jobs)
-        for row, training, (record,) in zip(rows, trainings, found):
+    records = Records(out, "scaling")
+    for row, training in zip(rows, trainings):
+        if not data:
+            row |= {"validation": training.validation_text, "curve": training.curve()}
+        else:
+            # The step that FLOPs are counted up to: a run may go on meanwhile.
+            model = open_model(str(training.path), device, name=row["name"], step=training.step)
+            encoded = [encode(model, text) for text in texts]
+            note = {"data": list(data)}
+            look = job(model, encoded, setting, note, batch_tokens or BATCH_TOKENS)
+            record = records.measured(model, look)
             result = record["result"]
             row |= {
                 "setting": setting,
                 "weights_sha256": record["model"]["weights_sha256"],
                 "curve": [training.point(training.step, result["loss"], result["bits_per_byte"])],
             }
-    for row in rows:
         row["final"] = row["curve"][-1]
-    unit = "bits_per_byte" if bits_per_byte else "perplexity"
-    fits = _fits(rows, "bits_per_byte" if bits_per_byte else "loss")
+    unit, fitted = ("bits_per_byte",) * 2 if bits_per_byte else ("perplexity", "loss")
+    groups = by_variant(rows)
+    fits, laws = {}, []
+    for variant, group in groups.items():
+        # The law through the ends of all runs of a variant.
+        law = fit([r["final"]["flops"] for r in group], [r["final"][fitted] for r in group])
+        if law is not None:
+            fits[variant] = law._asdict()
+            equation = f"{fitted.replace('_', ' ')} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
+            laws.append(f"{variant}: {equation}")
     result = {
         "runs": rows,
-        "fits": {variant: law._asdict() for variant, law in fits.items()},
+        "fits": fits,
         "fitted": "bits per byte" if bits_per_byte else "loss, nats per token",
         "made_by": provenance(),
     }
     stem = f"scaling-{digest([sorted(str(path.resolve()) for path in paths), unit, setting])}"
     written, picture = out / f"{stem}.json", out / f"{stem}.png"
-    _draw(picture, by_variant(rows), unit)
-    write_whole(written, (json.dumps(result, indent=1) + "\n").encode())
-    return Report(
-        result, [_table(rows, unit, same_tokens), *_lines(fits, unit)], [written, picture]
-    )
-
-
-def _check_options(
-    data: Sequence[str],
-    context: int | None,
-    document_bytes: int | None,
-    limit: int | None,
-    batch_tokens: int | None,
-) -> None:
-    """Raises ValueError at options that would do nothing."""
-    if bool(data) != (context is not None):
-        raise ValueError("--data and --context go together: the text, and how much is read at once")
-    options = {"document-bytes": document_bytes, "limit": limit, "batch-tokens": batch_tokens}
-    for name, value in options.items():
-        if value is not None and not data:
-            raise ValueError(
-                f"--{name} {value} needs --data: recorded validations are taken as they are"
-            )
+    _draw(picture, groups, unit)
+    write_json(written, result)
+    return Report(result, [_table(rows, unit, same_tokens), *laws], [written, picture])
 
 
 @dataclass
@@ -225,10 +208,16 @@ def read_training(run: Path) -> Training:
         context: recipe.rows * recipe.data.context * training_flops(model, context)
         for context in set(contexts)
     }
+    path = recipe.data.validation_path
+    text = f"held out of {saved.content['data']}" if path is None else None
+    if path is not None:
+        with suppress(FileNotFoundError):
+            text = open_corpus(path).fingerprint
+    pattern = [config.mixer] if isinstance(config.mixer, str) else list(config.mixer)
     return Training(
         path=run,
         recipe=recipe,
-        mixer=_mixer(config),
+        mixer="+".join(pattern if len(set(pattern)) > 1 else pattern[:1]),
         fields=_fields(config, lambda name, given: asdict(mixer_config(name, given))),
         given=set(_fields(config, lambda name, given: given)),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -237,16 +226,11 @@ def read_training(run: Path) -> Training:
         validations=[record for record in records if "validation_loss" in record],
         tokenizer_sha256=load_tokenizer(run / TOKENIZER).sha256,
         validation_text={
-            "text": _validation_text(recipe, saved.content["data"]),
+            "text": text,
             "context": recipe.data.context,
             "validation_tokens": recipe.log.validation_tokens,
         },
     )
-
-
-def _mixer(config: TrellisConfig) -> str:
-    names = [config.mixer] if isinstance(config.mixer, str) else list(config.mixer)
-    return "+".join(names if len(set(names)) > 1 else names[:1])
 
 
 def _fields(
@@ -265,17 +249,6 @@ def _fields(
     }
 
 
-def _validation_text(recipe: Recipe, corpus: str) -> str | None:
-    """A hash that names the text of validations. corpus: the hash of the run's own corpus."""
-    path = recipe.data.validation_path
-    if path is None:
-        return f"held out of {corpus}"
-    try:
-        return open_corpus(path).fingerprint
-    except FileNotFoundError:
-        return None
-
-
 def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -> list[int]:
     """The context of every step: that of the schedule, which depends on the number of steps.
 
@@ -283,48 +256,35 @@ def contexts_of(recipe: Recipe, records: Sequence[dict[str, Any]], steps: int) -
     metrics disagree with the schedule, a step has the context of the first record at or after it.
     """
     noted = {record["step"]: record["context"] for record in records if "context" in record}
-    at = sorted(noted)
     found = []
-    for step in range(1, steps + 1):
-        place = bisect.bisect_left(at, step)
-        context = context_at(recipe, step - 1)
-        if place < len(at) and noted[at[place]] != context_at(recipe, at[place] - 1):
-            context = noted[at[place]]
-        found.append(context)
-    return found
+    other = None  # the context of the next record, if the schedule has another one there
+    for step in range(steps, 0, -1):
+        planned = context_at(recipe, step - 1)
+        if step in noted:
+            other = None if noted[step] == planned else noted[step]
+        found.append(other or planned)
+    return found[::-1]
 
 
-def check_validations(runs: Sequence[Training]) -> None:
-    """Raises ValueError unless all runs have validations, on the same text in the same way."""
-    for run in runs:
-        if not run.validations:
+def _check_validation(run: Training, runs: Sequence[Training]) -> None:
+    """Raises ValueError unless a run has validations, on the same text and in the same way as the
+    first of all `runs`."""
+    instead = "with --data and --context"
+    if not run.validations:
+        raise ValueError(
+            f"{run.path} has no validation in its {FILE}: measure its checkpoint {instead}"
+        )
+    if len(runs) > 1 and run.validation_text["text"] is None:
+        raise ValueError(
+            f"{run.path} was validated on {run.recipe.data.validation_path}, which is not there "
+            f"to be compared: put it back, or measure the runs on one text {instead}"
+        )
+    for key, value in run.validation_text.items():
+        first = runs[0].validation_text[key]
+        if value != first:
             raise ValueError(
-                f"{run.path} has no validation in its {FILE}: measure its checkpoint with --data "
-                "and --context"
-            )
-        if len(runs) > 1 and run.validation_text["text"] is None:
-            raise ValueError(
-                f"{run.path} was validated on {run.recipe.data.validation_path}, which is not "
-                "there to be compared: put it back, or measure the runs on one text with --data "
-                "and --context"
-            )
-        for key, value in run.validation_text.items():
-            first = runs[0].validation_text[key]
-            if value != first:
-                raise ValueError(
-                    f"{runs[0].path} and {run.path} were not validated alike: {key} is "
-                    f"{first!s:.30} and {value!s:.30}. Measure them on one text with "
-                    "--data and --context"
-                )
-
-
-def check_tokenizers(runs: Sequence[Training]) -> None:
-    """Raises ValueError unless all runs have the same tokenizer."""
-    for run in runs:
-        if run.tokenizer_sha256 != runs[0].tokenizer_sha256:
-            raise ValueError(
-                f"{runs[0].path} and {run.path} have different tokenizers, so that perplexities "
-                "per token cannot be compared: add --bits-per-byte"
+                f"{runs[0].path} and {run.path} were not validated alike: {key} is "
+                f"{first!s:.30} and {value!s:.30}. Measure them on one text {instead}"
             )
 
 
@@ -335,16 +295,12 @@ def variants(runs: Sequence[Training]) -> list[str]:
         alike = [other for other in runs if other.mixer == run.mixer]
         given = set().union(*(other.given for other in alike))
         said = [
-            f"{name}={_plain(value)}"
+            f"{name}={'+'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
             for name, value in run.fields.items()
             if name in given and any(other.fields[name] != value for other in alike)
         ]
         found.append(f"{run.mixer} ({', '.join(said)})" if said else run.mixer)
     return found
-
-
-def _plain(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 class PowerLaw(NamedTuple):
@@ -362,22 +318,12 @@ def fit(flops: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
     return PowerLaw(math.exp(level), -slope)
 
 
-def _fits(rows: list[Row], unit: str) -> dict[str, PowerLaw]:
-    """The law through the ends of all runs of a variant, for every variant with enough runs."""
-    laws = {}
-    for variant, group in by_variant(rows).items():
-        law = fit([r["final"]["flops"] for r in group], [r["final"][unit] for r in group])
-        if law is not None:
-            laws[variant] = law
-    return laws
-
-
 def by_variant(rows: list[Row]) -> dict[str, list[Row]]:
     """The runs of each variant of a mixer, in the order of their FLOPs."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {row["variant"]: [] for row in rows}
     for row in sorted(rows, key=lambda row: row["final"]["flops"]):
-        groups.setdefault(row["variant"], []).append(row)
-    return {variant: groups[variant] for variant in dict.fromkeys(row["variant"] for row in rows)}
+        groups[row["variant"]].append(row)
+    return groups
 
 
 def _table(rows: list[Row], unit: str, same_tokens: bool) -> Table:
@@ -395,14 +341,13 @@ def _table(rows: list[Row], unit: str, same_tokens: bool) -> Table:
     return Table(f"{UNITS[unit]} over training FLOPs", heads, cells)
 
 
-def _lines(fits: dict[str, PowerLaw], unit: str) -> Iterator[str]:
-    fitted = "bits per byte" if unit == "bits_per_byte" else "loss"
-    for variant, law in fits.items():
-        yield f"{variant}: {fitted} = {law.a:.4g} x FLOPs^{-law.b:.4f}"
-
-
 def _draw(path: Path, groups: dict[str, list[Row]], unit: str) -> None:
     """Every run as a thin curve, and a strong line through the ends of all runs of a variant."""
+    said = ["large dots: a run's end"]
+    if any(len(row["curve"]) > 1 for rows in groups.values() for row in rows):
+        said.insert(0, "small dots on pale lines: validations of a run")
+    if any(len(rows) > 1 for rows in groups.values()):
+        said.append("strong lines: all runs of a mixer")
     with figures.figure(path, figsize=(9, 4.5)) as axis:
         for number, (name, rows) in enumerate(groups.items()):
             colour = f"C{number % 10}"
@@ -414,18 +359,8 @@ def _draw(path: Path, groups: dict[str, list[Row]], unit: str) -> None:
         axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=UNITS[unit])
         _plain_ticks(axis)
         axis.grid(alpha=0.3, which="both")
-        axis.set_title(_title(groups), loc="left", fontsize=10)
+        axis.set_title("; ".join(said), loc="left", fontsize=10)
         axis.figure.legend(loc="outside right upper", frameon=False)
-
-
-def _title(groups: dict[str, list[Row]]) -> str:
-    """Says what the dots and lines are that this figure has."""
-    said = ["large dots: a run's end"]
-    if any(len(row["curve"]) > 1 for rows in groups.values() for row in rows):
-        said.insert(0, "small dots on pale lines: validations of a run")
-    if any(len(rows) > 1 for rows in groups.values()):
-        said.append("strong lines: all runs of a mixer")
-    return "; ".join(said)
 
 
 def _plain_ticks(axis: Any) -> None:

@@ -7,7 +7,7 @@ order of the requests and do not depend on the batches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,31 +54,30 @@ def score(
         if not context or not continuation:
             raise ValueError("context and continuation must have at least one token each")
         model.check_context(len(context) + len(continuation) - 1, "a request")
-    found: list[Score | None] = [None] * len(requests)
+    found: dict[int, Score] = {}
     run = _shared if share and model.ours else _apart
     for batch in run(model, requests, batch_tokens):
-        for number, result in batch:
-            found[number] = result
+        found |= batch
         progress(len(batch))
-    return [result for result in found if result is not None]
+    return [found[number] for number in range(len(requests))]
 
 
 def _apart(
     model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
+) -> Iterator[dict[int, Score]]:
     """Reads context and continuation of every request together."""
     lengths = [len(context) + len(continuation) for context, continuation in requests]
     for batch in batches(lengths, _fitting(model, batch_tokens)):
         rows = [[*requests[n][0], *requests[n][1]][:-1] for n in batch]
-        yield [
-            (n, _score(logits[len(requests[n][0]) - 1 :], requests[n][1]))
+        yield {
+            n: _score(logits[len(requests[n][0]) - 1 :], requests[n][1])
             for n, logits in zip(batch, model.logits(rows))
-        ]
+        }
 
 
 def _shared(
     model: EvaluatedModel, requests: Sequence[Request], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
+) -> Iterator[dict[int, Score]]:
     """Reads every context once and copies its state for each continuation."""
     followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (context, _) in enumerate(requests):
@@ -89,42 +88,28 @@ def _shared(
         last, cache = model.read(chosen)
         numbers = [n for context in chosen for n in followers[context]]
         owners = [place for place, c in enumerate(chosen) for _ in followers[c]]
-        # The context predicts the first token of each continuation, copied states the rest.
-        found = _first(last, owners, [requests[n][1][0] for n in numbers])
-        longer = [place for place, n in enumerate(numbers) if len(requests[n][1]) > 1]
-        lengths = [len(requests[numbers[place]][1]) - 1 for place in longer]
+        lengths = [len(requests[n][1]) for n in numbers]
         for part in batches(lengths, _fitting(model, batch_tokens)):
-            places = [longer[i] for i in part]
-            rows = [requests[numbers[place]][1] for place in places]
-            forked = cache.reorder(torch.tensor([owners[place] for place in places]))
-            all_logits = model.go_on([row[:-1] for row in rows], forked)
-            for place, row, logits in zip(places, rows, all_logits):
-                first, rest = found[place], _score(logits, row[1:])
-                found[place] = Score(
-                    first.likelihood + rest.likelihood, first.greedy and rest.greedy
-                )
-        yield list(zip(numbers, found))
+            rows = [requests[numbers[i]][1] for i in part]
+            own = torch.tensor([owners[i] for i in part], device=last.device)
+            # The context predicts the first token of each continuation, copied states the rest.
+            first, rest = last[own, None], [last[:0]] * len(rows)
+            if len(rows[0]) > 1:  # the longest
+                rest = model.logits([row[:-1] for row in rows], cache.reorder(own))
+            yield {
+                numbers[i]: _score(torch.cat(logits), row)
+                for i, row, logits in zip(part, rows, zip(first, rest))
+            }
 
 
 def _fitting(model: EvaluatedModel, batch_tokens: int) -> int:
     return min(batch_tokens, max(1, LOGITS // model.tokenizer.vocab_size))
 
 
-def _first(last: Tensor, owners: Sequence[int], tokens: Sequence[int]) -> list[Score]:
-    """Scores of single tokens. last: logits [N, V]; owners: the row that predicts each token."""
-    own, ids = torch.tensor([owners, tokens], device=last.device)
-    last = last.float()
-    likelihood = last[own, ids] - last.logsumexp(-1)[own]
-    greedy = last.argmax(-1)[own] == ids
-    return [Score(*one) for one in zip(likelihood.tolist(), greedy.tolist())]
-
-
 def _score(logits: Tensor, continuation: Sequence[int]) -> Score:
     """logits [T, V]: row t predicts token t of the continuation."""
-    ids = torch.tensor(continuation, device=logits.device)
-    logits = logits.float()
-    likelihood = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1)
-    return Score(float(likelihood.double().sum()), bool((logits.argmax(-1) == ids).all()))
+    greedy = logits.argmax(-1).tolist() == list(continuation)
+    return Score(-float(_losses(logits, continuation).double().sum()), greedy)
 
 
 @torch.no_grad()
@@ -146,7 +131,7 @@ def token_losses(model: EvaluatedModel, rows: Sequence[Sequence[int]]) -> list[T
         if len(going) < cache.batch_size:
             cache = cache.select(slice(0, len(going)))
         parts = [list(rows[n][begin : begin + size + 1]) for n in going]
-        logits = model.go_on([part[:-1] for part in parts], cache)
+        logits = model.logits([part[:-1] for part in parts], cache)
         for n, part, one in zip(going, parts, logits):
             found[n].append(_losses(one, part[1:]))
     return [torch.cat(losses) for losses in found]
@@ -211,44 +196,35 @@ def _write(
     writers: Sequence[_Writer],
 ) -> None:
     """The likeliest token after another; a text that has ended leaves the batch."""
-    reading = _read_batch(model, rows) if model.ours else _read_one(model, rows[0])
-    logits = next(reading)
-    for place in range(max_tokens):
+    texts = [list(row) for row in rows]
+    cache: Any = None
+    for _ in range(max_tokens):
+        logits, cache = _next(model, texts, cache)
         tokens = logits.argmax(-1).tolist()
         going = [i for i, token in enumerate(tokens) if writers[i].take(token)]
-        if not going or place == max_tokens - 1:
+        if not going:
             break
-        writers = [writers[i] for i in going]
-        logits = reading.send((going, [tokens[i] for i in going]))
-
-
-#: Yields logits [N, V]. It is sent the places of the texts that go on, and the next token of each.
-_Reading = Generator[Tensor, tuple[list[int], list[int]], None]
-
-
-def _read_batch(model: EvaluatedModel, rows: Sequence[Sequence[int]]) -> _Reading:
-    """Prompts of one of our models, which are read on from their states."""
-    logits, cache = model.read(rows)
-    while True:
-        going, tokens = yield logits
-        if len(going) < cache.batch_size:
+        if len(going) < len(texts):
             cache = cache.reorder(torch.tensor(going))
-        new = torch.tensor(tokens, device=model.device)[:, None]
-        logits = model.network(new, past_key_values=cache).logits[:, -1]
+        writers = [writers[i] for i in going]
+        texts = [[*texts[i], tokens[i]] for i in going]
 
 
-def _read_one(model: EvaluatedModel, row: Sequence[int]) -> _Reading:
-    """One prompt of a model of transformers, with whatever cache the model brings."""
-    ids = list(row)
-    cache: dict[str, Any] = {}
-    while True:
-        # Without a cache that can be handed back, the whole text is read again.
-        new = torch.tensor([ids[-1:] if cache else ids], device=model.device)
-        out = model.network(new, use_cache=True, logits_to_keep=1, **cache)
-        given = {name: getattr(out, name, None) for name in _CACHES}
-        cache = {name: value for name, value in given.items() if value is not None}
-        _, tokens = yield out.logits[:, -1]
-        ids += tokens
+def _next(model: EvaluatedModel, texts: list[list[int]], cache: Any) -> tuple[Tensor, Any]:
+    """Logits [N, V] after texts, and what the model keeps of them.
+
+    cache: what it kept of the texts without their last token; None if it has read nothing. Models
+    of transformers read one text, and keep a dictionary of whatever caches they bring.
+    """
+    if model.ours and cache is None:
+        return model.read(texts)
+    # Without a cache that can be handed back, the whole text is read again.
+    new = torch.tensor([row[-1:] for row in texts] if cache else texts, device=model.device)
+    if model.ours:
+        return model.network(new, past_key_values=cache).logits[:, -1], cache
+    out = model.network(new, use_cache=True, logits_to_keep=1, **(cache or {}))
+    given = {name: getattr(out, name, None) for name in _CACHES}
+    return out.logits[:, -1], {name: one for name, one in given.items() if one is not None}
 
 
 class _Writer:

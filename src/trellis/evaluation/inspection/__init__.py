@@ -27,7 +27,6 @@ Recall asks the memory at every time t for some tokens i, before and after they 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -43,14 +42,14 @@ from torch import Tensor
 from ... import figures
 from ...checks import compute_dtype
 from ...data.tokenizer import TextTokenizer
-from ...files import write_whole
-from ...mixers.trellis import MemoryInputs, TrellisMixer, TrellisState
-from ...ops import MemoryState, PassState, trellis_memory_step
+from ...files import whole_file
+from ...mixers.trellis import MemoryInputs, TrellisMixer
+from ...ops import MemoryState, trellis_memory_step
 from ...ops.memory import value_write
 from ...ops.memory.activations import FUNCTIONS
 from ..models import EvaluatedModel
 from ..ppl import encode
-from ..runner import Job, Record, Records, Report, Table, measure
+from ..runner import Job, Record, Records, Report, Table
 from ..scoring import Progress
 from .picture import PASSES, Arrays, draw, half_life
 
@@ -106,13 +105,15 @@ def run(
     total = len(ids) * len(trellis_layers(model))
     job = Job(setting, summarised, f"{len(ids)} tokens", total, {"source": source})
     records = Records(out, "inspect")
-    ((record,),) = measure(records, [model], lambda _: [job])
+    record = records.measured(model, job)
     written = records.file_of(model, setting)
     if written is None:
         raise FileNotFoundError(f"the record is no longer in {records.folder}: it was deleted")
     kept = written.with_suffix(".npz")
     if measured or not kept.is_file():  # the record may be there without its arrays
-        save(kept, measured[0] if measured else look())
+        arrays = measured[0] if measured else look()
+        with whole_file(kept) as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
     place = "" if layer is None else f"-layer-{layer}"
     place += "" if head is None else f"-head-{head}"
     picture = kept.with_name(f"{kept.stem}{place}.png")
@@ -120,16 +121,8 @@ def run(
     return Report(record, [_table(record, model.name)], [kept, picture])
 
 
-def save(path: Path, arrays: Arrays) -> None:
-    """Writes one .npz file, whole or not at all."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, buffer.getvalue())
-
-
 def load(path: Path) -> Arrays:
-    """Reads a file that `save` wrote."""
+    """Reads the arrays that `run` wrote."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
@@ -137,12 +130,8 @@ def load(path: Path) -> Arrays:
 def summary(arrays: Arrays) -> list[dict[str, Any]]:
     """Means over heads and tokens, for every layer and memory."""
     return [
-        {
-            "layer": int(layer),
-            "mode": str(arrays["mode"][n]),
-            **{memory: _summary(arrays, n, memory) for memory in PASSES},
-        }
-        for n, layer in enumerate(arrays["layers"])
+        {"layer": int(layer), "mode": str(mode), **{m: _summary(arrays, n, m) for m in PASSES}}
+        for n, (layer, mode) in enumerate(zip(arrays["layers"], arrays["mode"]))
     ]
 
 
@@ -151,12 +140,13 @@ def _summary(arrays: Arrays, n: int, memory: str) -> dict[str, Any]:
         return arrays[f"{memory}_{name}"][n]
 
     gates, power = of("forget_gate"), float(of("target_power").sum())
-    lives = [half_life(one) for one in gates]
+    lives = sorted(half_life(one) for one in gates)
+    # JSON has no infinity: a head that never forgets has a half-life of None.
+    fastest, slowest = (lives[n] if math.isfinite(lives[n]) else None for n in (0, -1))
     return {
         "forget_gate": float(gates.mean()),
-        # JSON has no infinity: a head that never forgets has a half-life of None.
-        "half_life_of_fastest_head": min(lives) if math.isfinite(min(lives)) else None,
-        "half_life_of_slowest_head": max(lives) if math.isfinite(max(lives)) else None,
+        "half_life_of_fastest_head": fastest,
+        "half_life_of_slowest_head": slowest,
         "step_size": float(of("step_size").mean()),
         "write_norm": float(of("write_norm").mean()),
         **{
@@ -209,10 +199,10 @@ def trellis_layers(model: EvaluatedModel) -> dict[int, TrellisMixer]:
 def check_place(model: EvaluatedModel, layer: int | None, head: int | None) -> None:
     """Raises ValueError if the model has no such Trellis layer, or the layer no such head."""
     layers = trellis_layers(model)
-    if layer is None:
-        if head is not None:
-            raise ValueError(f"head {head} needs a layer: give both, or the layer alone")
+    if layer is None and head is None:
         return
+    if layer is None:
+        raise ValueError(f"head {head} needs a layer: give both, or the layer alone")
     if layer not in layers:
         raise ValueError(
             f"layer must be one of the Trellis layers of {model.name}, "
@@ -261,19 +251,19 @@ def inspect(
     arrays["layers"] = np.array(list(layers))
     asked_inputs: list[list[MemoryInputs]] = [[] for _ in layers]
 
-    def collect(heard: Heard) -> None:
-        places = asked - heard.start
-        inside = places[(places >= 0) & (places < heard.inputs.q.shape[1])].tolist()
-        asked_inputs[heard.place] += [_copied(heard.inputs.at(t)) for t in inside]
+    def collect(place: int, start: int, inputs: MemoryInputs) -> None:
+        places = asked - start
+        inside = places[(places >= 0) & (places < inputs.q.shape[1])].tolist()
+        asked_inputs[place] += [_copied(inputs.at(t)) for t in inside]
 
     _listen(model, ids, mixers, collect)
     replays = [Replay(mixer, n, arrays, rank_every) for n, mixer in enumerate(mixers)]
     for replay, inputs in zip(replays, asked_inputs):
         replay.ask(inputs)
 
-    def measured(heard: Heard) -> None:
-        replays[heard.place].read(heard)
-        progress(heard.inputs.q.shape[1])
+    def measured(place: int, start: int, inputs: MemoryInputs) -> None:
+        replays[place].read(start, inputs)
+        progress(inputs.q.shape[1])
 
     _listen(model, ids, mixers, measured)
     config = mixers[0].config
@@ -305,29 +295,21 @@ def token_texts(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
     return found
 
 
-class Heard(NamedTuple):
-    """One call of a mixer: its place in the list of mixers, and the place of its first token."""
-
-    place: int
-    start: int
-    before: TrellisState
-    inputs: MemoryInputs
-
-
 def _listen(
     model: EvaluatedModel,
     ids: Sequence[int],
     mixers: Sequence[TrellisMixer],
-    hear: Callable[[Heard], None],
+    hear: Callable[[int, int, MemoryInputs], None],
 ) -> None:
-    """Lets the model read a text; `hear` gets every call of every mixer, segment by segment."""
+    """Lets the model read a text; `hear` gets every call of every mixer, segment by segment: the
+    mixer's place in the list, the place of the first token, and what the memory was given."""
     seen = [0] * len(mixers)
 
     def hook(place: int, mixer: Any, given: tuple[Any, ...], out: Any) -> None:
         x, before = given[0], given[1]
         if before is None:
             before = mixer.init_state(1)
-        hear(Heard(place, seen[place], before, mixer.project(x, before)[0]))
+        hear(place, seen[place], mixer.project(x, before)[0])
         seen[place] += x.shape[1]
 
     handles = [mixer.register_forward_hook(partial(hook, n)) for n, mixer in enumerate(mixers)]
@@ -356,7 +338,7 @@ class Replay:
 
     def __init__(self, mixer: TrellisMixer, place: int, arrays: Arrays, rank_every: int):
         self.mixer, self.place, self.arrays, self.rank_every = mixer, place, arrays, rank_every
-        self.state: MemoryState | None = None
+        self.state: MemoryState = mixer.init_state(1).memory
         self.recalls: dict[str, list[np.ndarray]] = {name: [] for name in RECALLS}
         self.asked: tuple[Pair, Pair, Tensor, Tensor] | None = None
 
@@ -370,19 +352,18 @@ class Replay:
         keys, values = pairs(self.mixer, inputs[0]._replace(k=k, v=v, alpha=alpha))
         self.asked = keys, values, k, v
 
-    def read(self, heard: Heard) -> None:
-        """Reads and measures tokens that follow those read before."""
-        state = heard.before.memory if self.state is None else self.state
-        for begin in range(0, heard.inputs.q.shape[1], CHUNK):
-            chunk = heard.inputs.at(slice(begin, begin + CHUNK))
-            states = [state]
+    def read(self, start: int, inputs: MemoryInputs) -> None:
+        """Reads and measures tokens that follow those read before; `start` is the first's place."""
+        for begin in range(0, inputs.q.shape[1], CHUNK):
+            chunk = inputs.at(slice(begin, begin + CHUNK))
+            states = [self.state]
             for t in range(chunk.q.shape[1]):
-                _, state = trellis_memory_step(
-                    *chunk.at(t), initial_state=state, backend="reference", **self.mixer.choices
-                )
-                states.append(state)
-            self._measure(chunk, heard.start + begin, states)
-        self.state = state
+                _, self.state = trellis_memory_step(
+                    *chunk.at(t), initial_state=self.state, backend="reference",
+                    **self.mixer.choices,
+                )  # fmt: skip
+                states.append(self.state)
+            self._measure(chunk, start + begin, states)
 
     def _measure(self, inputs: MemoryInputs, start: int, states: list[MemoryState]) -> None:
         """states: one before each token and one after the last. start: the first token's place."""
@@ -392,53 +373,41 @@ class Replay:
         afters = []
         for n, (x, target, phi) in enumerate(pairs(self.mixer, inputs)):
             pair = Pair(x[0, :, :, None], target[0, :, :, None], phi)  # [C, H, 1, ...]
-            memory = torch.cat([one.memory for one in _passes(states, n)])  # [C + 1, H, M, D]
+            passes = [state.value_pass if n else state.key_pass for state in states]
+            memory = torch.cat([one.memory for one in passes])  # [C + 1, H, M, D]
             before, after = memory[:-1], memory[1:]
+            # The points where the gradients of the tokens are taken.
+            points = torch.cat(
+                [one.memory if one.anchor is None else one.anchor for one in passes[:-1]]
+            )
             decayed = inputs.log_beta[n][0].to(memory.dtype).exp()[..., None, None] * before
             found = {
                 "forget_gate": inputs.log_beta[n][0].exp(),
                 "step_size": inputs.gamma[n][0],
                 "write_norm": (after - decayed).norm(dim=(-2, -1)),
-                "error_before": inner_loss(_gradient_points(states[:-1], n), pair)[..., 0],
+                "error_before": inner_loss(points, pair)[..., 0],
                 "error_decayed": inner_loss(decayed, pair)[..., 0],
                 "error_after": inner_loss(after, pair)[..., 0],
                 "target_power": target_power(pair)[..., 0],
                 "memory_norm": after.norm(dim=(-2, -1)),
             }
-            for name, value in found.items():
-                self._put(f"{PASSES[n]}_{name}", places, value)
-            if len(ranked):
-                rank = effective_rank(after[ranked])
-                self._put(f"{PASSES[n]}_effective_rank", places[ranked], rank)
+            found["effective_rank"] = torch.full_like(found["memory_norm"], math.nan)
+            found["effective_rank"][ranked] = effective_rank(after[ranked])
+            for name, value in found.items():  # [C, H]
+                array = self.arrays[f"{PASSES[n]}_{name}"][self.place]
+                array[:, places] = _as_numpy(value.mT)
             afters.append(after)
-        if self.asked is not None:
-            self._recall(*afters)
-
-    def _put(self, name: str, places: np.ndarray, value: Tensor) -> None:
-        """value: [C, H]."""
-        self.arrays[name][self.place][:, places] = _as_numpy(value.mT)
-
-    def _recall(self, keys: Tensor, values: Tensor) -> None:
-        """Asks memories [C, H, ...] for all probes."""
-        assert self.asked is not None
+        if self.asked is None:
+            return
+        keys, values = afters
         key_pairs, value_pairs, k, v = self.asked
-        found = (
+        recalled = (
             relative_error(keys, key_pairs),
             relative_error(values, value_pairs),
             answer_cosine(self.mixer, keys, values, k, v),
         )
-        for name, value in zip(RECALLS, found):  # [C, H, P] -> [H, P, C]
+        for name, value in zip(RECALLS, recalled):  # [C, H, P] -> [H, P, C]
             self.recalls[name].append(_as_numpy(value.permute(1, 2, 0)))
-
-
-def _passes(states: list[MemoryState], n: int) -> list[PassState]:
-    return [state.value_pass if n else state.key_pass for state in states]
-
-
-def _gradient_points(states: list[MemoryState], n: int) -> Tensor:
-    """The points where the gradients of the tokens after these states are taken, in pass n."""
-    points = [one.memory if one.anchor is None else one.anchor for one in _passes(states, n)]
-    return torch.cat(points)
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:

@@ -59,15 +59,14 @@ def draw(
             _draw_gates(gates, arrays, curves, ", mean of heads")
             _draw_errors(errors, arrays, slice(None), "mean of all layers")
         else:
-            heads = [(place, one) for row in rows for place, one in row]
+            heads = list(itertools.chain(*rows))
             place = heads[0][0]
             curves = {f"head {one}": (place, slice(one, one + 1)) for _, one in heads}
             _draw_kept(kept, arrays, rows, [""] * len(rows))
             _draw_gates(gates, arrays, curves, f" of layer {layer}")
-            whose = (
-                f"layer {layer}, mean of heads" if head is None else f"layer {layer}, head {head}"
-            )
-            _draw_errors(errors, arrays, place if head is None else heads[0], whose)
+            of = "mean of heads" if head is None else f"head {head}"
+            index = place if head is None else heads[0]
+            _draw_errors(errors, arrays, index, f"layer {layer}, {of}")
 
 
 def _heads(arrays: Arrays, layer: int | None, head: int | None) -> list[list[Head]]:
@@ -92,7 +91,11 @@ def _heads(arrays: Arrays, layer: int | None, head: int | None) -> list[list[Hea
 def _draw_kept(part: Any, arrays: Arrays, rows: list[list[Head]], names: Sequence[str]) -> None:
     """Images of what the forget gates leave of every write. names: what the rows show."""
     tokens, probes, layers = len(arrays["tokens"]), arrays["probes"], arrays["layers"]
-    ages = None if tokens <= TEXT_TOKENS else _ages(arrays, rows)
+    ages = None
+    if tokens > TEXT_TOKENS:
+        # Images of a long text show about four half-lives after a write.
+        life = max(half_life(arrays["keys_forget_gate"][one]) for row in rows for one in row)
+        ages = int(np.clip(4 * min(life, tokens), AGES, tokens // 3))
     axes = part.subplots(len(rows), len(rows[0]), squeeze=False, sharex=True, sharey=True)
     for row, heads, which in zip(axes, rows, names):
         for axis in row[len(heads) :]:
@@ -125,13 +128,6 @@ def _draw_kept(part: Any, arrays: Arrays, rows: list[list[Head]], names: Sequenc
     part.colorbar(image, ax=axes, label="kept of the write, %", pad=0.01, aspect=30)
 
 
-def _ages(arrays: Arrays, rows: list[list[Head]]) -> int:
-    """The tokens after a write that images of a long text show: about four half-lives."""
-    tokens = len(arrays["tokens"])
-    life = max(half_life(arrays["keys_forget_gate"][one]) for row in rows for one in row)
-    return int(np.clip(4 * min(life, tokens), AGES, tokens // 3))
-
-
 def _draw_gates(part: Any, arrays: Arrays, curves: dict[str, Any], whose: str) -> None:
     """The forget gate and the step size over the text. curves: indices [layers, heads] by name."""
     drawn = (
@@ -157,10 +153,10 @@ def _draw_errors(part: Any, arrays: Arrays, index: Any, whose: str) -> None:
             100 * (arrays[f"{memory}_error_{when}"][index] / power).reshape(-1, power.shape[-1])
             for when in ("before", "after")
         )
-        _curve(axis, before, color=COLOURS[1], linestyle="--", label="before its write")
-        _curve(axis, after, color=COLOURS[0], label="after its write")
-        (places, high), (_, low) = binned(before), binned(after)
-        axis.fill_between(places, mean_of(high), mean_of(low), color=COLOURS[0], alpha=0.12)
+        style = {"color": COLOURS[1], "linestyle": "--"}
+        places, high = _curve(axis, before, label="before its write", **style)
+        _, low = _curve(axis, after, color=COLOURS[0], label="after its write")
+        axis.fill_between(places, high, low, color=COLOURS[0], alpha=0.12)
         axis.axhline(100, color="grey", linewidth=0.8)
         title = f"Error for each token, {memory} ({whose})"
         _finish(axis, arrays, title, "error, % (100: no answer)")
@@ -207,10 +203,11 @@ def _label(text: str) -> str:
     return text if len(text) <= 9 else text[:8] + "\u2026"
 
 
-def _curve(axis: Any, values: np.ndarray, **style: Any) -> None:
-    """The mean over heads of values [heads, T]."""
+def _curve(axis: Any, values: np.ndarray, **style: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the mean over heads of values [heads, T] and returns what is drawn, x and y."""
     places, values = binned(values)
     axis.plot(places, mean_of(values), **style)
+    return places, mean_of(values)
 
 
 def bin_size(tokens: int) -> int:

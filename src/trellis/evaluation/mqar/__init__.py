@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +28,10 @@ from ...models.modeling import TrellisForCausalLM
 from ...models.presets import weightless
 from ...training.optimization import build_optimizer, learning_rate
 from ...training.recipe import Recipe, TrainSection
-from ..runner import Job, Record, Records, Report, Table, digest, measure
-from .data import PRESETS, Examples, Group, Preset, Setting, Source, accuracy, query_logits
+from ..runner import Job, Record, Records, Report, Table, digest
+from .data import PRESETS, Examples, Group, Preset, Setting, accuracy, query_logits
 from .data import preset as preset_of
 
-#: A batch: the source of its examples, and its number there.
-Entry = tuple[Source, int]
 #: Called with a line for every look at the validation accuracy.
 Say = Callable[[str], None]
 
@@ -65,29 +65,29 @@ def run(
     def jobs(learner: Learner) -> list[Job]:
         found = []
         for group in preset.groups:
+            what = f"{learner.title}, width {learner.config.hidden_size}"
+            if len(preset.groups) > 1:
+                sizes = [f"{one.setting.length}/{one.setting.pairs}" for one in group.train]
+                what += f", {' '.join(sizes)}"
+
+            def say_here(line: str, what: str = what) -> None:
+                say(f"{what}: {line}")
+
             # Trained when the first result is missing, and then once for all of them.
-            trained = cache(partial(_train, learner, preset, group, seed, device, say))
-            found += [
-                Job(
-                    setting={
-                        **common,
-                        "train": [[*source.setting, source.examples] for source in group.train],
-                        "test": list(setting),
-                        "test_sha256": hashes[setting],
-                    },
-                    measure=partial(
-                        _measure, trained, tests[setting], learner.state_size(setting), device
-                    ),
-                    label=f"{setting.length}-{setting.pairs}",
-                )
-                for setting in group.test
-            ]
+            trained = cache(partial(
+                train, learner.config, preset, group, seed=seed, device=device, say=say_here
+            ))  # fmt: skip
+            shared = {**common, "train": [[*one.setting, one.examples] for one in group.train]}
+            for test in group.test:
+                setting = {**shared, "test": list(test), "test_sha256": hashes[test]}
+                look = partial(_measure, trained, tests[test], learner.state_size(test), device)
+                found.append(Job(setting, look, f"{test.length}-{test.pairs}"))
         return found
 
     records = Records(out, "mqar")
-    measure(records, learners, jobs)
+    records.measure(learners, jobs)
     order = list(MIXERS)
-    found = [record for record in records.all() if _shared(record["setting"]) == common]
+    found = [record for record in records.all() if common.items() <= record["setting"].items()]
     found.sort(key=lambda r: (r["model"]["width"], order.index(r["model"]["mixer"]),
                               r["model"]["name"], r["setting"]["test"]))  # fmt: skip
     picture = records.folder / _picture(preset, common)
@@ -127,27 +127,11 @@ def _common(preset: Preset, seed: int) -> dict[str, Any]:
     return json.loads(json.dumps({**preset.common(), "seed": seed}))
 
 
-def _shared(setting: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in setting.items() if k not in ("train", "test", "test_sha256")}
-
-
 def _picture(preset: Preset, common: dict[str, Any]) -> str:
     """PRESET.png for the preset's own numbers and seed 0, else with a hash of what they are."""
     if preset.name in PRESETS and common == _common(preset_of(preset.name), seed=0):
         return f"{preset.name}.png"
     return f"{preset.name}-{digest(common, 8)}.png"
-
-
-def _train(
-    learner: Learner, preset: Preset, group: Group, seed: int, device: str, say: Say
-) -> Trained:
-    what = f"{learner.title}, width {learner.config.hidden_size}"
-    if len(preset.groups) > 1:
-        what += ", " + " ".join(f"{s.setting.length}/{s.setting.pairs}" for s in group.train)
-    return train(
-        learner.config, preset, group, seed=seed, device=device,
-        say=lambda line: say(f"{what}: {line}"),
-    )  # fmt: skip
 
 
 def _measure(
@@ -245,11 +229,13 @@ def _attempt(
             say(f"rate {rate:.2g}, step {step + 1}/{steps}: the loss is {losses[-1]}, given up")
             break
         if (step + 1) % check_every == 0 or step + 1 == steps:
-            right = _mean_accuracy(model, held_out)
-            mean = sum(losses) / len(losses)
+            model.eval()
+            right = fmean(accuracy(model, data) for data in held_out)
+            model.train()
+            lost = fmean(losses)
             losses.clear()
-            curve.append({"step": step + 1, "loss": mean, "accuracy": right})
-            say(f"rate {rate:.2g}, step {step + 1}/{steps}: loss {mean:.3f}, accuracy {right:.1%}")
+            curve.append({"step": step + 1, "loss": lost, "accuracy": right})
+            say(f"rate {rate:.2g}, step {step + 1}/{steps}: loss {lost:.3f}, accuracy {right:.1%}")
             if right > preset.stop_at:
                 break
     return model.eval(), {
@@ -267,6 +253,7 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
 
     With preset.shuffle an epoch has a new order of batches; else one source follows another.
     """
+    # A batch: the source of its examples, and its number there.
     entries = [
         (source, number) for source in group.train for number in range(preset.batches(source))
     ]
@@ -276,7 +263,10 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
         if preset.shuffle:
             order = np.random.default_rng([seed, epoch]).permutation(len(entries))
             ordered = [entries[place] for place in order]
-        for source, number in _easy_first(ordered, easy):
+        # The first of the shortest sequences come before everything else.
+        shortest = min(source.setting.length for source, _ in entries)
+        front = [entry for entry in ordered if entry[0].setting.length == shortest][:easy]
+        for source, number in dict.fromkeys([*front, *ordered]):
             rows = preset.rows(source.setting)
             first = number * rows
             count = min(rows, source.examples - first)
@@ -284,34 +274,26 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
         easy, epoch = 0, epoch + 1
 
 
-def _easy_first(entries: list[Entry], count: int) -> list[Entry]:
-    """The entries with `count` of those of the shortest sequences moved to the front."""
-    shortest = min(source.setting.length for source, _ in entries)
-    front = [entry for entry in entries if entry[0].setting.length == shortest][:count]
-    chosen = set(front)
-    return [*front, *(entry for entry in entries if entry not in chosen)]
-
-
-def _mean_accuracy(model: TrellisForCausalLM, held_out: list[Examples]) -> float:
-    model.eval()
-    found = [accuracy(model, data) for data in held_out]
-    model.train()
-    return sum(found) / len(found)
+def _by_width(found: list[Record]) -> dict[int, dict[str, dict[tuple[int, int], Record]]]:
+    """The records by width, by the name of the mixer, and by the setting of the test."""
+    groups: dict[int, Any] = defaultdict(lambda: defaultdict(dict))
+    for record in found:
+        model = record["model"]
+        groups[model["width"]][model["name"]][tuple(record["setting"]["test"])] = record
+    return groups
 
 
 def _tables(found: list[Record]) -> Iterator[Table]:
     """One table for each width, mixers down and settings across."""
     settings = sorted({tuple(record["setting"]["test"]) for record in found})
-    for width in dict.fromkeys(record["model"]["width"] for record in found):
-        here = [record for record in found if record["model"]["width"] == width]
+    heads = [f"{length}/{pairs}" for length, pairs in settings]
+    for width, names in _by_width(found).items():
         rows = []
-        for name in dict.fromkeys(record["model"]["name"] for record in here):
-            of_name = {tuple(r["setting"]["test"]): r for r in here if r["model"]["name"] == name}
-            cells = [_cell(of_name[s]["result"]) if s in of_name else "" for s in settings]
-            last = of_name[max(of_name)]
+        for name, tested in names.items():
+            cells = [_cell(tested[s]["result"]) if s in tested else "" for s in settings]
+            last = tested[max(tested)]
             state, parameters = last["result"]["state_size"], last["model"]["parameters"]
             rows.append([name, *cells, f"{state:,}", f"{parameters:,}"])
-        heads = [f"{length}/{pairs}" for length, pairs in settings]
         title = f"MQAR, width {width}: accuracy in % by tokens/pairs"
         yield Table(title, ["mixer", *heads, "state", "parameters"], rows)
 
@@ -322,22 +304,19 @@ def _cell(result: dict[str, Any]) -> str:
 
 def _draw(found: list[Record], path: Path) -> None:
     """Accuracy by the number of pairs, a panel for each width and a line for each mixer."""
-    widths = list(dict.fromkeys(record["model"]["width"] for record in found))
-    names = list(dict.fromkeys(record["model"]["name"] for record in found))
+    widths = _by_width(found)
+    names = dict.fromkeys(record["model"]["name"] for record in found)
     # The axis counts settings: two of them may have the same number of pairs.
     settings = sorted({tuple(record["setting"]["test"]) for record in found},
                       key=lambda setting: (setting[1], setting[0]))  # fmt: skip
     size = (1.5 + 4.5 * len(widths), 4.5)
     with figures.figure(path, len(widths), figsize=size, sharey=True, squeeze=False) as ((*axes,),):
-        for axis, width in zip(axes, widths):
+        for axis, (width, tested) in zip(axes, widths.items()):
             for number, name in enumerate(names):
-                points = sorted(
-                    (settings.index(tuple(r["setting"]["test"])), 100 * r["result"]["accuracy"])
-                    for r in found
-                    if (r["model"]["width"], r["model"]["name"]) == (width, name)
-                    and r["result"]["accuracy"] is not None
-                )
-                x, y = [place for place, _ in points], [share for _, share in points]
+                results = {s: record["result"] for s, record in tested.get(name, {}).items()}
+                shown = [s for s in settings if s in results and results[s]["accuracy"] is not None]
+                x = [settings.index(setting) for setting in shown]
+                y = [100 * results[setting]["accuracy"] for setting in shown]
                 style = "o-" if number < 10 else "s--"
                 axis.plot(x, y, style, color=f"C{number % 10}", label=name)
             labels = [f"{pairs}\n({length})" for length, pairs in settings]

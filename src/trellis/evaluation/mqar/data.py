@@ -103,8 +103,7 @@ def examples(
     checks.at_least("count", count, 1)
     checks.at_least("first", first, 0)
     checks.at_least("seed", seed, 0)
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
+    checks.choice("split", split, SPLITS)
     begin, end = first // BLOCK, -(-(first + count) // BLOCK)
     blocks = [
         _block(setting, vocab_size, random_non_queries, split, seed, number)
@@ -296,10 +295,7 @@ class Preset:
 
     def steps_of(self, group: Group) -> int:
         """The most steps that a training takes."""
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return self.epochs * self.epoch_of(group)
+        return self.steps or (self.epochs or 0) * self.epoch_of(group)
 
     def easy_steps(self, group: Group) -> int:
         """The number of steps at the beginning that see the shortest sequences only."""
@@ -332,11 +328,10 @@ class Preset:
 
     def common(self) -> dict[str, Any]:
         """The numbers that results must share to be shown in one table."""
-        apart = ("name", "groups", "widths", "mixer_config")
-        shared = {
-            name: value for name, value in dataclasses.asdict(self).items() if name not in apart
-        }
-        return {"preset": self.name, **shared}
+        numbers = dataclasses.asdict(self)
+        for apart in ("groups", "widths", "mixer_config"):
+            del numbers[apart]
+        return {"preset": numbers.pop("name"), **numbers}
 
 
 def preset(name: str, settings: Iterable[str] = ()) -> Preset:
@@ -386,19 +381,15 @@ def _presets() -> Path:
 
 def _groups(tables: Any) -> tuple[Group, ...]:
     """Raises ValueError unless every group has lists of three, and of two, whole numbers."""
+    found = []
     try:
-        return tuple(
-            Group(
-                tuple(
-                    Source(Setting(length, pairs), examples)
-                    for length, pairs, examples in table["train"]
-                ),
-                tuple(Setting(length, pairs) for length, pairs in table["test"]),
-            )
-            for table in tables
-        )
+        for table in tables:
+            train = [Source(Setting(length, pairs), n) for length, pairs, n in table["train"]]
+            test = [Setting(length, pairs) for length, pairs in table["test"]]
+            found.append(Group(tuple(train), tuple(test)))
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
             "groups must have train, a list of [tokens, pairs, examples], and test, a list of "
             f"[tokens, pairs]; got {tables!r}"
         ) from error
+    return tuple(found)
