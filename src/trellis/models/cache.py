@@ -90,9 +90,6 @@ class TrellisCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.states = self.reorder(beam_idx).states
 
@@ -100,9 +97,7 @@ class TrellisCache(Cache):
         self.states = self.select(indices).states
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = [
-            map_tensors(lambda t: t.repeat_interleave(repeats, dim=0), s) for s in self.states
-        ]
+        self.states = self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0)).states
 
     def reset(self) -> None:
         self.states, self.seen = self._owner().init_cache(self.batch_size).states, 0
@@ -114,15 +109,8 @@ class TrellisCache(Cache):
                 "reading what may have to be undone"
             )
 
-    def activate_past_recording(self) -> None:
-        """Does nothing: the cache cannot be cropped, whatever is recorded."""
-
     @property
     def is_croppable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
         return False
 
     @property
