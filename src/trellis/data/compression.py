@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import tarfile
@@ -13,11 +14,9 @@ SUFFIXES = {".gz": "gz", ".xz": "xz", ".bz2": "bz2", ".zst": "zst"}
 _BUFFER = 1 << 20
 
 READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, tarfile.TarError)
-try:  # some builds of Python have no lzma
+with contextlib.suppress(ModuleNotFoundError):  # some builds of Python have no lzma
     from lzma import LZMAError
-except ModuleNotFoundError:
-    pass
-else:
+
     READ_ERRORS = (*READ_ERRORS, LZMAError)
 
 

@@ -103,25 +103,17 @@ class Haystack:
 
     def essay(self, count: int, start: int | None = None) -> Essay:
         """`count` words from the beginning, or from the first sentence after character `start`."""
-        if start is None:
-            return Essay(self._words(count, 0, 0))
-        number = bisect_right(self.ends, start)
-        offset = start - (self.ends[number - 1] if number else 0)
-        found = SENTENCE_BREAK.search(self.documents[number], offset) if offset else None
-        if found:
-            return Essay(self._words(count, number, found.end()))
-        # No sentence begins in the rest of this document, unless `start` is its first character.
-        following = (number + 1) % len(self.documents) if offset else number
-        return Essay(self._words(count, following, 0))
-
-    def _words(self, count: int, number: int, offset: int) -> list[str]:
-        """`count` words from character `offset` of document `number` on."""
         words: list[str] = []
+        number = bisect_right(self.ends, start or 0)
+        offset = (start or 0) - (self.ends[number - 1] if number else 0)
+        if offset:  # the first character of a document begins a sentence
+            found = SENTENCE_BREAK.search(self.documents[number], offset)
+            offset = found.end() if found else len(self.documents[number])
         while len(words) < count:
-            found = _WORD.finditer(self.documents[number], offset)
-            words += islice((match[0] for match in found), count - len(words))
+            matches = _WORD.finditer(self.documents[number], offset)
+            words += islice((match[0] for match in matches), count - len(words))
             number, offset = (number + 1) % len(self.documents), 0
-        return words
+        return Essay(words)
 
 
 def read_haystack(sources: Sequence[str], words: int | None = None) -> Haystack:

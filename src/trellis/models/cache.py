@@ -70,9 +70,7 @@ class TrellisCache(Cache):
 
     def select(self, batch: Tensor | list[int] | slice | int) -> TrellisCache:
         """A cache of some of the sequences."""
-        index = torch.arange(self.batch_size)
-        picked = index[batch] if not isinstance(batch, list) else index[torch.tensor(batch)]
-        return self.reorder(picked.reshape(-1))
+        return self.reorder(torch.arange(self.batch_size)[batch].reshape(-1))
 
     def _map(self, function: Any) -> TrellisCache:
         other = copy.copy(self)

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 
 from .. import checks
 from ..mixers.layers import RMSNorm
-from .backbone import Block, packing_of
+from .backbone import Block, Packing
 from .cache import TrellisCache, hash_weights
 from .config import TrellisConfig
 from .loss import IGNORED, next_token_loss
@@ -51,18 +51,18 @@ class TrellisPreTrainedModel(PreTrainedModel):
     def fingerprint(self) -> str:
         """A hash of the configuration and of every weight: files for this model alone carry it."""
         backbone = self.base_model
-        fields = {
-            "hidden_size": self.config.hidden_size,
-            "vocab_size": self.config.vocab_size,
-            "intermediate_size": self.config.intermediate_size,
-            "num_attention_heads": self.config.num_attention_heads,
-            "norm_eps": self.config.norm_eps,
-            # All fields, with defaults filled in; the backend does not change what is computed.
-            "mixers": [
-                {**dataclasses.asdict(block.mixer.config), "backend": None}
-                for block in backbone.layers
-            ],
-        }
+        names = (
+            "hidden_size",
+            "vocab_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "norm_eps",
+        )
+        fields = {name: getattr(self.config, name) for name in names}
+        # All fields, with defaults filled in; the backend does not change what is computed.
+        fields["mixers"] = [
+            {**dataclasses.asdict(block.mixer.config), "backend": None} for block in backbone.layers
+        ]
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
         hash_weights(digest, backbone)
         return digest.hexdigest()
@@ -127,18 +127,15 @@ class TrellisModel(TrellisPreTrainedModel):
         if attention_mask is not None:
             attention_mask = attention_mask[:, attention_mask.shape[1] - tokens :]
 
-        whole = (
-            torch.is_grad_enabled()
-            or cu_seqlens is not None
-            or relay is not None
-            or output_hidden_states
-        )
+        packed = cu_seqlens is not None or relay is not None
+        whole = packed or torch.is_grad_enabled() or output_hidden_states
         size = tokens if whole else self.config.segment_size
         if cache is None and (use_cache or tokens > size):
             # The layers make their own first states, from weights that FSDP may have sharded and
             # makes whole only inside the layer.
             cache = TrellisCache(self, [None] * len(self.layers))
-        kept, all_hidden = [], []
+        kept: list[Tensor] = []
+        all_hidden: list[Tensor] = []
         first_kept = tokens - hidden_to_keep if hidden_to_keep else 0
         for start in range(0, max(tokens, 1), max(size, 1)):
             part = slice(start, start + size)
@@ -198,8 +195,9 @@ class TrellisModel(TrellisPreTrainedModel):
         Returns the output, and with output_hidden_states also the inputs of all blocks before it.
         """
         columns = x.shape[1]
-        packing = packing_of(mask)
-        if packing is not None:
+        packing = None
+        if mask is not None and not (mask != 0).all():
+            packing = Packing(mask)
             x, cu_seqlens = packing.pack(x), packing.cu_seqlens
         trace, states = [x], []
         for i, block in enumerate(self.layers):
@@ -293,11 +291,11 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             at = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, at])
         if targets is not None:
-            source, head = hidden, self.lm_head
+            head: nn.Module = self.lm_head
             if logits is not None and logits.shape[:2] == targets.shape:
-                source, head = logits, nn.Identity()
+                hidden, head = logits, nn.Identity()
             loss = next_token_loss(
-                source, targets, head, chunk=self.config.loss_tokens, count=num_items_in_batch
+                hidden, targets, head, chunk=self.config.loss_tokens, count=num_items_in_batch
             )
         return CausalLMOutputWithPast(
             loss=loss,
