@@ -101,11 +101,11 @@ class Haystack:
     def characters(self) -> int:
         return self.ends[-1]
 
-    def essay(self, count: int, start: int | None = None) -> Essay:
-        """`count` words from the beginning, or from the first sentence after character `start`."""
+    def essay(self, count: int, start: int = 0) -> Essay:
+        """`count` words from the first sentence on that begins at character `start` or later."""
         words: list[str] = []
-        number = bisect_right(self.ends, start or 0)
-        offset = (start or 0) - (self.ends[number - 1] if number else 0)
+        number = bisect_right(self.ends, start)
+        offset = start - (self.ends[number - 1] if number else 0)
         if offset:  # the first character of a document begins a sentence
             found = SENTENCE_BREAK.search(self.documents[number], offset)
             offset = found.end() if found else len(self.documents[number])
@@ -197,9 +197,8 @@ def word_lists() -> tuple[list[str], list[str]]:
     package = optional("wonderwords", "drawing the words of needles", extra="eval")
     words = package.Defaults
     lists = package.RandomWord(adjective=words.ADJECTIVES, noun=words.NOUNS)
-    both = (lists.filter(include_categories=[name]) for name in ("adjective", "noun"))
-    adjectives, nouns = (sorted(set(words)) for words in both)
-    return adjectives, nouns
+    adjectives = lists.filter(include_categories=["adjective"])
+    return sorted(set(adjectives)), sorted(set(lists.filter(include_categories=["noun"])))
 
 
 def words_sha256() -> str:

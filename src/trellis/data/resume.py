@@ -225,15 +225,13 @@ class SplitWriter:
     def append(self, ids: np.ndarray, text_bytes: int) -> None:
         """Appends tokens, which stand for `text_bytes` bytes of text, to the current document."""
         data = np.ascontiguousarray(ids, self.dtype)
-        start = 0
-        while start < len(data):
+        while len(data):
             if self._shard is None:
                 self._shard = self._open_shard(0)
             room = self.shard_tokens - self._shard.size // self.dtype.itemsize
-            part = data[start : start + room]
+            part, data = data[:room], data[room:]
             self._shard.write(part.view(np.uint8).data)
             self.entry["tokens"] += len(part)
-            start += len(part)
             if len(part) == room:
                 self._close_shard(self._shard)
         self.entry["bytes"] += text_bytes

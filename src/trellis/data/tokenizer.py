@@ -95,8 +95,7 @@ class TextTokenizer:
             return self._encode_whole(texts)
         pieces = [list(cut(text, place, _PIECE_CHARACTERS)) for text in texts]
         encoded = iter(self._encode_whole([piece for some in pieces for piece in some]))
-        parts = ([next(encoded) for _ in some] for some in pieces)
-        return [p[0] if len(p) == 1 else np.concatenate(p) for p in parts]
+        return [np.concatenate([next(encoded) for _ in some]) for some in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""

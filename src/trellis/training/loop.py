@@ -26,13 +26,7 @@ from ..models.presets import training_flops
 from . import checkpoint as checkpoints
 from .distributed import Processes, reduce_gradients, reshard, spread, synchronised, whole
 from .metrics import Metrics, ProgressLine, perplexity_text, validate
-from .optimization import (
-    build_optimizer,
-    context_at,
-    diagnose,
-    learning_rate,
-    not_finite_outputs,
-)
+from .optimization import build_optimizer, context_at, diagnose, learning_rate, not_finite_outputs
 from .recipe import Recipe
 from .relay import ProcessRelay, StepRelay, gathered, restored
 

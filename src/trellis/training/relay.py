@@ -122,10 +122,9 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: int, group: Any, *tensors: Tensor) -> Tensor:
-        ctx.target, ctx.group = target, group
-        ctx.likes = [(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.target, ctx.group, ctx.kinds = target, group, [(t.dtype, t.shape) for t in tensors]
         # The receiver does not know types and shapes: attention's caches grow.
-        dist.send_object_list([(t.dtype, t.shape) for t in tensors], target, group, x.device)
+        dist.send_object_list(ctx.kinds, target, group, x.device)
         for tensor in tensors:
             if tensor.numel():
                 dist.send(tensor.detach().contiguous(), dst=target, group=group)
@@ -134,15 +133,13 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads: list[Tensor | None] = []
-        for shape, dtype, device in ctx.likes:
-            if not dtype.is_floating_point:
-                grads.append(None)
-                continue
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            if buffer.numel():
-                dist.recv(buffer, src=ctx.target, group=ctx.group)
-            grads.append(buffer)
+        grads = [
+            torch.empty(shape, dtype=dtype, device=grad.device) if dtype.is_floating_point else None
+            for dtype, shape in ctx.kinds
+        ]
+        for received in grads:
+            if received is not None and received.numel():
+                dist.recv(received, src=ctx.target, group=ctx.group)
         return (grad, None, None, *grads)
 
 
