@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trellis.data.batches import IGNORED, Batches, validation_windows
+from trellis.data.batches import Batches, validation_windows
 from trellis.data.shuffle import mix, shuffled
+from trellis.ops.cross_entropy import IGNORED
 
 
 class Numbers:

@@ -15,9 +15,8 @@ from tests.support import content, documents, skips, texts_of, write_folder, wri
 
 from trellis.data import documents as reading
 from trellis.data import open_corpus, prepare, prepare_corpus, train_tokenizer
-from trellis.data.prepare import Prefetched, in_validation
-from trellis.data.resume import ResumeState
-from trellis.data.shard_writer import SplitWriter
+from trellis.data.prepare import in_validation, prefetched
+from trellis.data.resume import ResumeState, SplitWriter
 from trellis.data.shuffle import mix
 from trellis.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -468,7 +467,7 @@ def test_prefetching_ends_its_thread_and_passes_errors_on():
         finally:
             closed.append(True)
 
-    ahead = Prefetched(numbers(), 2)
+    ahead = prefetched(numbers(), 2)
     assert next(iter(ahead)) == 0
     ahead.close()
     assert closed == [True]
@@ -477,7 +476,7 @@ def test_prefetching_ends_its_thread_and_passes_errors_on():
         yield 1
         raise Stop
 
-    ahead = Prefetched(failing(), 2)
+    ahead = prefetched(failing(), 2)
     with pytest.raises(Stop):
         list(ahead)
     ahead.close()

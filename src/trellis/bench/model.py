@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -40,9 +42,11 @@ def run(
     report("| training, T | trellis, tokens/s | attention, tokens/s | ratio |\n|---|---|---|---|")
     for tokens in lengths:
         ids = torch.randint(0, 50257, (1, tokens))
-        timings = measure.alternate(
-            {mixer: _both_ways(model, ids) for mixer, model in models.items()}, rounds
-        )
+        calls: dict[str, Callable[[], object]] = {}
+        for mixer, model in models.items():
+            loss = partial(_loss, model, ids)
+            calls[mixer] = partial(measure.both_ways, (loss, list(model.parameters())))
+        timings = measure.alternate(calls, rounds)
         ours, theirs = (tokens / timings[mixer].median for mixer in mixers)
         report(f"| {tokens} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
         seconds = {mixer: timing.times for mixer, timing in timings.items()}
@@ -59,13 +63,12 @@ def run(
     report("| decoding, context | trellis | cache | of the copy's rate | attention | cache |")
     report("|---|---|---|---|---|---|")
     for context in contexts:
-        cells, sizes = [], {}
-        calls: dict[str, Callable[[], object]] = {}
-        for mixer, model in models.items():
-            cache = _filled_cache(model, context)
-            sizes[mixer] = cache.nbytes
-            calls[mixer] = _decode(model, cache)
-        timings = measure.alternate(calls, 4 * rounds)
+        cells = []
+        caches = {mixer: _filled_cache(model, context) for mixer, model in models.items()}
+        calls = {mixer: partial(_decode, model, caches[mixer]) for mixer, model in models.items()}
+        sizes = {mixer: cache.nbytes for mixer, cache in caches.items()}
+        with torch.no_grad():
+            timings = measure.alternate(calls, 4 * rounds)
         for mixer, timing in timings.items():
             cells.append(f"{timing} | {sizes[mixer] / 2**20:.0f} MiB")
             if mixer == "trellis":
@@ -76,12 +79,12 @@ def run(
     return result
 
 
-def _both_ways(model: TrellisForCausalLM, ids: torch.Tensor) -> Callable[[], None]:
-    def call() -> None:
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
+def _decode(model: TrellisForCausalLM, cache: Any) -> object:
+    return model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
 
-    return call
+
+def _loss(model: TrellisForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, labels=ids).loss
 
 
 @torch.no_grad()
@@ -90,28 +93,15 @@ def _filled_cache(model: TrellisForCausalLM, context: int) -> Any:
     if model.config.mixer == "trellis":
         return model.read(torch.randint(0, model.config.vocab_size, (1, context)))
     cache = model.init_cache(1)
-    columns = (1, model.config.num_attention_heads, context)
-    size = model.config.hidden_size // model.config.num_attention_heads
+    heads = model.config.num_attention_heads
+    shape = (1, heads, context, model.config.hidden_size // heads)
+    length = torch.tensor([context])
     cache.states = [
-        state._replace(
-            keys=torch.randn(*columns, size),
-            values=torch.randn(*columns, size),
-            length=torch.tensor([context]),
-        )
+        state._replace(keys=torch.randn(shape), values=torch.randn(shape), length=length)
         for state in cache.states
     ]
     cache.seen = context
     return cache
-
-
-def _decode(model: TrellisForCausalLM, cache: Any) -> Callable[[], None]:
-    token = torch.zeros(1, 1, dtype=torch.long)
-
-    @torch.no_grad()
-    def call() -> None:
-        model(token, past_key_values=cache)
-
-    return call
 
 
 def run_training(
@@ -196,19 +186,15 @@ def run_stream(tokens: int, points: int, path: Path | None, report: Report) -> N
     report(f"\ncache sizes seen: {sorted({size for _, size, _ in rows})}")
     growth = (rows[-1][2] - rows[0][2]) / 2**20
     report(f"peak resident size grew by {growth:.2f} MiB from the first row to the last")
-    if path is not None:
-        _draw_stream(rows, per_token, path)
-
-
-def _draw_stream(rows: list[tuple[int, int, int]], per_token: int, path: Path) -> None:
-    read = [row[0] for row in rows]
+    if path is None:
+        return
+    tokens_read, sizes, peaks = (np.array(column) for column in zip(*rows))
     with figure(path, 2, figsize=(9, 3.5)) as (left, right):
-        left.plot(read, [row[1] / 1024 for row in rows], marker="o", label="Trellis cache")
-        left.plot(
-            read, [n * per_token / 1024 for n in read], "--", label="key-value cache (computed)"
-        )
+        left.plot(tokens_read, sizes / 1024, marker="o", label="Trellis cache")
+        computed = tokens_read * per_token / 1024
+        left.plot(tokens_read, computed, "--", label="key-value cache (computed)")
         left.set(xlabel="tokens read", ylabel="KiB", yscale="log", title="Cache")
         left.legend()
-        right.plot(read, [row[2] / 2**20 for row in rows], marker="o")
+        right.plot(tokens_read, peaks / 2**20, marker="o")
         right.set(xlabel="tokens read", ylabel="MiB", title="Peak resident size of the process")
-        right.set_ylim(0, 1.2 * max(row[2] for row in rows) / 2**20)
+        right.set_ylim(0, 1.2 * peaks.max() / 2**20)

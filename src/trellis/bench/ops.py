@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,7 @@ def run(
     for tokens in lengths:
         for what, action, _ in PASSES:
             made = _runnable(sizes, tokens, report)
-            timings = measure.alternate(_calls(action, made), rounds)
+            timings = measure.alternate({n: partial(action, op) for n, op in made.items()}, rounds)
             base = timings.get("SDPA causal")
             for name, timing in timings.items():
                 ratio = f"{base.median / timing.median:.2f}" if base else ""
@@ -161,12 +161,6 @@ def run(
     result["decoding"] = _decoding(contexts, rounds, report)
     result["memory"] = _memory(memory_tokens, report)
     return result
-
-
-def _calls(
-    action: Callable[[Made], None], made: dict[str, Made]
-) -> dict[str, Callable[[], object]]:
-    return {name: partial(action, one) for name, one in made.items()}
 
 
 def _runnable(sizes: Sizes, tokens: int, report: Report) -> dict[str, Made]:
@@ -242,16 +236,12 @@ def _memory(tokens: int, report: Report) -> list[dict[str, Any]]:
     report("| op | beyond inputs, output and their gradients | of the inputs |")
     report("|---|---|---|")
     rows = []
-    for name, got in _peaks((n for n in ALL if fits(n, tokens)), tokens):
+    for name in (n for n in ALL if fits(n, tokens)):
+        got = measure.in_fresh_process("trellis.bench.ops", name, str(tokens))
         share = got["beyond"] / got["inputs"]
         report(f"| {name} | {got['beyond'] / 2**20:.0f} MiB | {share:.2f} |")
         rows.append({"op": name, "T": tokens, **got})
     return rows
-
-
-def _peaks(names: Iterable[str], tokens: int) -> Iterable[tuple[str, dict[str, int]]]:
-    for name in names:
-        yield name, measure.in_fresh_process("trellis.bench.ops", name, str(tokens))
 
 
 def peak(name: str, tokens: int) -> dict[str, int]:
@@ -278,13 +268,14 @@ def run_portable(lengths: list[int], rounds: int, report: Report) -> None:
     """The portable op, which needs no compiler, beside causal attention: time and peak memory."""
     report("| T | op | forward+backward, median (range) | of SDPA's |\n|---|---|---|---|")
     for tokens in lengths:
-        made = {name: make(Sizes(), tokens) for name, make in PORTABLE.items()}
-        timings = measure.alternate(_calls(both_ways, made), rounds)
+        calls = {n: partial(both_ways, make(Sizes(), tokens)) for n, make in PORTABLE.items()}
+        timings = measure.alternate(calls, rounds)
         for name, timing in timings.items():
             ratio = timing.median / timings["SDPA causal"].median
             report(f"| {tokens} | {name} | {timing} | {ratio:.2f} |")
     report("\n| T | op | peak | inputs and gradients | ratio |\n|---|---|---|---|---|")
-    for name, got in _peaks(PORTABLE, lengths[-1]):
+    for name in PORTABLE:
+        got = measure.in_fresh_process("trellis.bench.ops", name, str(lengths[-1]))
         used, given = got["whole"] / 2**20, 2 * got["inputs"] / 2**20
         report(
             f"| {lengths[-1]} | {name} | {used:.0f} MiB | {given:.0f} MiB | {used / given:.2f} |"

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..ops.cross_entropy import IGNORED
 from .shuffle import mix, mixed_range, shuffled
 
-#: The target of a token that has nothing to predict.
-IGNORED = -100
 KINDS = ("packed", "contiguous")
 
 
@@ -103,7 +102,7 @@ class Batches:
         # Kept for the next micro-batch, which asks for the same step and epoch.
         self._places = functools.lru_cache(maxsize=1)(self._find_places)
         self._reordered = functools.lru_cache(maxsize=1)(
-            lambda epoch: _Reordered(stream, seed, epoch)
+            functools.partial(_Reordered, stream, seed)
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import tarfile
@@ -10,14 +11,14 @@ from typing import IO, Any
 
 #: The compression of a file by its suffix.
 SUFFIXES = {".gz": "gz", ".xz": "xz", ".bz2": "bz2", ".zst": "zst"}
+#: The modules of Python that read compressions; some builds of Python leave one out.
+_MODULES = {"gz": "gzip", "xz": "lzma", "bz2": "bz2"}
 _BUFFER = 1 << 20
 
 READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, tarfile.TarError)
-try:  # some builds of Python have no lzma
+with contextlib.suppress(ModuleNotFoundError):  # some builds of Python have no lzma
     from lzma import LZMAError
-except ModuleNotFoundError:
-    pass
-else:
+
     READ_ERRORS = (*READ_ERRORS, LZMAError)
 
 
@@ -38,22 +39,18 @@ def check_available(compression: str | None, name: str) -> None:
     """Raises ModuleNotFoundError if the module that reads this compression is not installed."""
     if compression == "zst":
         optional("zstandard", f"reading {name}")
-    elif compression in ("xz", "bz2"):
-        importlib.import_module("lzma" if compression == "xz" else "bz2")
+    elif compression is not None:
+        importlib.import_module(_MODULES[compression])
 
 
 def decompressed(file: IO[bytes], compression: str | None) -> IO[bytes]:
     """The content of a file as a buffered stream."""
-    raw: Any
     if compression is None:
-        raw = file
-        if isinstance(file, io.BufferedIOBase):
-            return file
-    elif compression == "zst":
-        raw = _ZstdStream(file)
+        return file
+    if compression == "zst":
+        raw: Any = _ZstdStream(file)
     else:
-        module = {"gz": "gzip", "xz": "lzma", "bz2": "bz2"}[compression]
-        raw = importlib.import_module(module).open(file)
+        raw = importlib.import_module(_MODULES[compression]).open(file)
     return io.BufferedReader(raw, _BUFFER)
 
 

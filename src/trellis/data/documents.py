@@ -8,6 +8,7 @@ event.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import os
 import tarfile
@@ -61,15 +62,15 @@ class Skip:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A file that is not read because of its kind: a suffix, or one of the kinds below."""
+    """A file that is not read because of its kind: its suffix, "(no suffix)" or "(hidden)".
+
+    Folders that are not entered are of the kinds "(hidden)", "(link)" and "(corpus)".
+    """
 
     kind: str
 
 
 Event = Piece | Skip | Ignored
-
-#: Kinds of ignored files besides suffixes.
-HIDDEN, LINK, CORPUS, NO_SUFFIX = "(hidden)", "(link)", "(corpus)", "(no suffix)"
 
 #: Categories of skipped inputs.
 EMPTY = "empty"
@@ -102,7 +103,7 @@ def form_of(name: str) -> Form:
     if compression is None:
         stem, last = base, ""
     suffix = os.path.splitext(stem)[1]
-    return Form(_KINDS.get(suffix), compression, suffix + last or NO_SUFFIX)
+    return Form(_KINDS.get(suffix), compression, suffix + last or "(no suffix)")
 
 
 def hidden(path: str) -> bool:
@@ -120,29 +121,23 @@ def read_text(stream: IO[bytes], name: str) -> Iterator[Event]:
         return
     if len(data) > LONG:
         yield from _stream_text(stream, name, data)
-        return
-    if b"\0" in data:
+    elif b"\0" in data:
         yield Skip(name, BINARY)
-        return
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        yield Skip(name, NOT_UTF8, f"{error.reason} at byte {error.start}")
-        return
-    yield from whole_text(text, name)
+    else:
+        try:
+            yield whole_text(data.decode("utf-8-sig"), name)
+        except UnicodeDecodeError as error:
+            yield Skip(name, NOT_UTF8, f"{error.reason} at byte {error.start}")
 
 
-def whole_text(text: str, name: str) -> Iterator[Event]:
+def whole_text(text: str, name: str) -> Event:
     """A document of one piece; a Skip if the text is empty or is not valid Unicode."""
     if not text or text.isspace():
-        yield Skip(name, EMPTY)
-        return
+        return Skip(name, EMPTY)
     try:
-        size = len(text.encode())
+        return Piece(name, text, len(text.encode()), last=True)
     except UnicodeEncodeError as error:
-        yield Skip(name, NOT_UTF8, f"{error.reason} at character {error.start}")
-        return
-    yield Piece(name, text, size, last=True)
+        return Skip(name, NOT_UTF8, f"{error.reason} at character {error.start}")
 
 
 def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
@@ -154,14 +149,13 @@ def _stream_text(stream: IO[bytes], name: str, data: bytes) -> Iterator[Event]:
         zero = data.find(b"\0")
         try:
             held += decoder.decode(data if zero < 0 else data[:zero], final=not data)
+            if zero >= 0:
+                trouble = Skip(name, BINARY, f"at byte {done + zero}")
         except UnicodeDecodeError as error:
             # The error's bytes begin with those that the decoder kept from the block before.
             held += error.object[: error.start].decode()
             at = done + len(data) - (len(error.object) - error.start)
             trouble = Skip(name, NOT_UTF8, f"{error.reason} at byte {at}")
-            break
-        if zero >= 0:
-            trouble = Skip(name, BINARY, f"at byte {done + zero}")
         if not data or trouble is not None:
             break
         done += len(data)
@@ -188,9 +182,7 @@ def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True)
     sure: the file is known to be jsonl. If not, all of it is skipped unless the first line that is
     not blank is an object.
     """
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         here = f"{name}:{number}"
         try:
             line = stream.readline(LONG + 1)
@@ -230,7 +222,7 @@ def row_event(row: object, name: str, text_field: str) -> Event:
     text = row[text_field]
     if not isinstance(text, str):
         return Skip(name, NO_TEXT, f"field {text_field!r} is a {type(text).__name__}, not a string")
-    return next(whole_text(text, name))
+    return whole_text(text, name)
 
 
 def read_tar(stream: IO[bytes], name: str, text_field: str) -> Iterator[Event]:
@@ -253,7 +245,7 @@ def _read_member(
 ) -> Iterator[Event]:
     form, name = form_of(member.name), f"{name}:{member.name}"
     if hidden(member.name):
-        yield Ignored(HIDDEN)
+        yield Ignored("(hidden)")
     elif member.issym() or member.islnk():
         kind = "symbolic" if member.issym() else "hard"
         yield Skip(name, NOT_REGULAR, f"{kind} link to {member.linkname}")

@@ -101,27 +101,19 @@ class Haystack:
     def characters(self) -> int:
         return self.ends[-1]
 
-    def essay(self, count: int, start: int | None = None) -> Essay:
-        """`count` words from the beginning, or from the first sentence after character `start`."""
-        if start is None:
-            return Essay(self._words(count, 0, 0))
+    def essay(self, count: int, start: int = 0) -> Essay:
+        """`count` words from the first sentence on that begins at character `start` or later."""
+        words: list[str] = []
         number = bisect_right(self.ends, start)
         offset = start - (self.ends[number - 1] if number else 0)
-        found = SENTENCE_BREAK.search(self.documents[number], offset) if offset else None
-        if found:
-            return Essay(self._words(count, number, found.end()))
-        # No sentence begins in the rest of this document, unless `start` is its first character.
-        following = (number + 1) % len(self.documents) if offset else number
-        return Essay(self._words(count, following, 0))
-
-    def _words(self, count: int, number: int, offset: int) -> list[str]:
-        """`count` words from character `offset` of document `number` on."""
-        words: list[str] = []
+        if offset:  # the first character of a document begins a sentence
+            found = SENTENCE_BREAK.search(self.documents[number], offset)
+            offset = found.end() if found else len(self.documents[number])
         while len(words) < count:
-            found = _WORD.finditer(self.documents[number], offset)
-            words += islice((match[0] for match in found), count - len(words))
+            matches = _WORD.finditer(self.documents[number], offset)
+            words += islice((match[0] for match in matches), count - len(words))
             number, offset = (number + 1) % len(self.documents), 0
-        return words
+        return Essay(words)
 
 
 def read_haystack(sources: Sequence[str], words: int | None = None) -> Haystack:
@@ -205,9 +197,8 @@ def word_lists() -> tuple[list[str], list[str]]:
     package = optional("wonderwords", "drawing the words of needles", extra="eval")
     words = package.Defaults
     lists = package.RandomWord(adjective=words.ADJECTIVES, noun=words.NOUNS)
-    both = (lists.filter(include_categories=[name]) for name in ("adjective", "noun"))
-    adjectives, nouns = (sorted(set(words)) for words in both)
-    return adjectives, nouns
+    adjectives = lists.filter(include_categories=["adjective"])
+    return sorted(set(adjectives)), sorted(set(lists.filter(include_categories=["noun"])))
 
 
 def words_sha256() -> str:

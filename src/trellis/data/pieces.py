@@ -9,7 +9,7 @@ character and a word, and before a single space between two letters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def last_cut(text: str) -> int:
 
 
 def safe_place(
-    encode: Callable[[list[str]], list[np.ndarray]], vocabulary: Iterable[bytes]
+    encode: Callable[[list[str]], list[np.ndarray]], vocabulary: Sequence[bytes]
 ) -> re.Pattern[str] | None:
     """Where texts can be cut for a tokenizer; None if only whole texts give the right tokens.
 
@@ -72,15 +72,11 @@ def safe_place(
     is cut at all of them gives the tokens of the whole. (A tokenizer that puts a space before every
     text does not pass.)
     """
-    over_newline = over_space = False
-    for token in vocabulary:
-        over_newline = over_newline or _OVER_NEWLINE.search(token) is not None
-        over_space = over_space or _OVER_SPACE.search(token) is not None
-    candidates = []
-    if not over_newline:
-        candidates = (
-            [AFTER_NEWLINE] if over_space else [AFTER_NEWLINE_OR_BEFORE_SPACE, AFTER_NEWLINE]
-        )
+    if any(_OVER_NEWLINE.search(token) for token in vocabulary):
+        return None
+    candidates = [AFTER_NEWLINE]
+    if not any(_OVER_SPACE.search(token) for token in vocabulary):
+        candidates.insert(0, AFTER_NEWLINE_OR_BEFORE_SPACE)
     whole = encode([_PROBE])[0]
     for place in candidates:
         if np.array_equal(np.concatenate(encode(list(cut(_PROBE, place, 0)))), whole):

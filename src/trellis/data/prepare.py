@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,9 +26,8 @@ import trellis
 
 from ..files import sha256_of, sync
 from .documents import Event, Piece, Skip
-from .resume import ResumeState, run_arguments, unfinished_folder
-from .shard_writer import AppendedFile, SplitWriter
-from .shards import PROGRESS_FILE, SPLITS, Corpus, TokenStream, open_corpus, write_manifest
+from .resume import AppendedFile, ResumeState, SplitWriter, run_arguments, unfinished_folder
+from .shards import PROGRESS_FILE, Corpus, TokenStream, open_corpus, write_manifest
 from .shuffle import mix
 from .sources import LeftOut, Listing, Meter, list_sources, read_unit
 from .tokenizer import TextTokenizer, load_tokenizer
@@ -83,7 +81,7 @@ def prepare_corpus(
     `out` cannot be written; and what `list_sources` and `load_tokenizer` raise.
     """
     out = Path(out)
-    if not (math.isfinite(validation) and 0 <= validation < 1):
+    if not 0 <= validation < 1:
         raise ValueError(f"validation must be at least 0 and less than 1; got {validation}")
     for name, value in (("shard_tokens", shard_tokens), ("max_documents", max_documents)):
         if value is not None and value < 1:
@@ -163,17 +161,14 @@ class _Run:
         tokenizer.save(folder)
         self.left_out = LeftOut(listing, on_skip, self.state.skipped, self.state.ignored)
         self.splits = {
-            split: SplitWriter(
-                folder, split, tokenizer.dtype, options["shard_tokens"],
-                self.state.splits.get(split),
-            )
-            for split in SPLITS
-        }  # fmt: skip
+            split: SplitWriter(folder, split, tokenizer.dtype, options["shard_tokens"], entry)
+            for split, entry in self.state.splits.items()
+        }
         self.skip_file = AppendedFile(folder / SKIPPED_FILE, self.state.skipped_size)
 
-    @property
-    def documents(self) -> int:
-        return sum(writer.documents for writer in self.splits.values())
+    def total(self, count: str) -> int:
+        """The number of "documents", "tokens" or "bytes" in both splits so far."""
+        return sum(entry[count] for entry in self.state.splits.values())
 
     def read_all(
         self, progress: Callable[[Progress], None] | None, checkpoint_seconds: float
@@ -182,17 +177,27 @@ class _Run:
         if self.state.complete:
             return
         last = time.monotonic()
-        with closing(Prefetched(self._batches(), depth=2)) as batches:
+        with closing(prefetched(self._batches(), depth=2)) as batches:
             for batch in batches:
                 self._write(batch)
                 if time.monotonic() - last >= checkpoint_seconds:
                     self._checkpoint()
                     last = time.monotonic()
                 if progress is not None:
-                    progress(self._progress())
+                    progress(
+                        Progress(
+                            documents=self.total("documents"),
+                            tokens=self.total("tokens"),
+                            text_bytes=self.total("bytes"),
+                            source_bytes=self.state.source_bytes,
+                            source_total=self.listing.size,
+                            skipped=self.state.skipped.total(),
+                            resumed=self.resumed,
+                        )
+                    )
                 if self.state.complete:
                     break
-        if self.documents == 0:
+        if self.total("documents") == 0:
             self.worth_keeping = False
             raise self.left_out.no_documents()
         self.state.complete = True
@@ -220,7 +225,6 @@ class _Run:
 
     def _write(self, batch: _Batch) -> None:
         """Tokenizes and appends a batch. The run is complete if it has `max_documents` then."""
-        limit = self.options["max_documents"]
         end = self.tokenizer.end_of_document
         texts = [event.text for event in batch.events if isinstance(event, Piece)]
         ids = iter(self.tokenizer.encode_batch(texts))
@@ -231,16 +235,15 @@ class _Run:
                     self.skip_file.write(line.encode())
                 self.left_out.add(event)
                 continue
-            held_out = in_validation(
-                self.options["seed"], self.documents, self.options["validation"]
-            )
+            number = self.total("documents")
+            held_out = in_validation(self.options["seed"], number, self.options["validation"])
             writer = self.splits["validation" if held_out else "train"]
             writer.append(next(ids), event.size)
             if event.last:
                 if end is not None:
                     writer.append(np.array([end]), 0)
                 writer.end_document()
-                if self.documents == limit:
+                if number + 1 == self.options["max_documents"]:
                     # Set before any record: a resumed run must not read this batch again.
                     self.state.complete = True
                     return
@@ -251,22 +254,9 @@ class _Run:
         """Records how far the run has come, once everything up to there is on the disk."""
         for file in self._open_files():
             file.sync()
-        self.state.splits = {split: writer.state() for split, writer in self.splits.items()}
         self.state.skipped_size = self.skip_file.size
         self.state.save(self.folder, self.arguments)
         self.worth_keeping = True
-
-    def _progress(self) -> Progress:
-        writers = self.splits.values()
-        return Progress(
-            documents=self.documents,
-            tokens=sum(writer.tokens for writer in writers),
-            text_bytes=sum(writer.bytes for writer in writers),
-            source_bytes=self.state.source_bytes,
-            source_total=self.listing.size,
-            skipped=self.state.skipped.total(),
-            resumed=self.resumed,
-        )
 
     def finish(self) -> None:
         """Closes all files and writes the manifest."""
@@ -350,22 +340,17 @@ def range_to_hold_out(
     }
 
 
-class Prefetched(Generic[T]):
+def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
     """Runs a generator in a thread, `depth` items ahead of the reader, who gets its exceptions.
 
-    `close` ends the thread and closes the generator.
+    At the end, or when this is closed, the thread ends and the generator is closed.
     """
-
-    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
-        self._items = items
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._ahead = deque(self._thread.submit(next, items, None) for _ in range(depth))
-
-    def __iter__(self) -> Iterator[T]:
-        while (item := self._ahead.popleft().result()) is not None:
-            self._ahead.append(self._thread.submit(next, self._items, None))
+    thread = ThreadPoolExecutor(max_workers=1)
+    try:
+        ahead = deque(thread.submit(next, items, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, items, None))
             yield item
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        self._items.close()
+    finally:
+        thread.shutdown(cancel_futures=True)
+        items.close()

@@ -100,10 +100,6 @@ def check_layout(found: Any, layout: Any, name: str = "the file") -> None:
             check_layout(item, layout[0], f"an item of {name}")
 
 
-def shard_name(split: str, index: int) -> str:
-    return f"{split}-{index:05d}.bin"
-
-
 def ends_name(split: str) -> str:
     return f"{split}-documents.bin"
 
@@ -130,11 +126,10 @@ class TokenStream:
         self.documents: int = entry["documents"]
         self.bytes: int = entry["bytes"]  # of the text in UTF-8
         self._dtype = dtype
-        self._shards = [(folder / s["file"], s["tokens"]) for s in entry["shards"]]
-        self._shard_starts = np.cumsum([0, *(tokens for _, tokens in self._shards)])
+        self._shard_files = [(folder / s["file"], s["tokens"]) for s in entry["shards"]]
+        self._shard_starts = np.cumsum([0, *(tokens for _, tokens in self._shard_files)])
         self._ends_file = folder / ends_name(split), self.documents
         self._first, self._whole = 0, True  # where this stream begins; False after `cut`
-        self._maps: dict[int, np.ndarray] = {}
 
     def cut(self, start: int, size: int) -> tuple[TokenStream, TokenStream]:
         """The tokens before `start` as a stream, and the rest, of `size` bytes, as "validation".
@@ -156,7 +151,7 @@ class TokenStream:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling a memmap would pickle the data itself.
-        return {**{k: v for k, v in self.__dict__.items() if k != "ends"}, "_maps": {}}
+        return {k: v for k, v in vars(self).items() if k not in ("ends", "_shards")}
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
@@ -185,14 +180,12 @@ class TokenStream:
         parts = [np.empty(0, np.int64)]
         for index in range(first, after):
             offset = int(self._shard_starts[index])
-            parts.append(self._shard(index)[max(start - offset, 0) : stop - offset])
+            parts.append(self._shards[index][max(start - offset, 0) : stop - offset])
         return np.concatenate(parts)
 
-    def _shard(self, index: int) -> np.ndarray:
-        if index not in self._maps:
-            path, tokens = self._shards[index]
-            self._maps[index] = _map(path, self._dtype, tokens)
-        return self._maps[index]
+    @functools.cached_property
+    def _shards(self) -> list[np.ndarray]:
+        return [_map(path, self._dtype, tokens) for path, tokens in self._shard_files]
 
 
 class Corpus:

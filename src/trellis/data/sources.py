@@ -20,14 +20,10 @@ from typing import IO, Any
 
 from .compression import check_available, optional
 from .documents import (
-    CORPUS,
     EMPTY,
-    HIDDEN,
-    LINK,
     NOT_REGULAR,
     UNREADABLE,
     Event,
-    Form,
     Ignored,
     Piece,
     Skip,
@@ -60,9 +56,6 @@ _STDLIB_TABLES = re.compile(
 )
 
 
-_PLAIN = Form("text", None, "")
-
-
 @dataclass(frozen=True)
 class Unit:
     """A file, a dataset of the hub, or something that cannot be read."""
@@ -70,14 +63,9 @@ class Unit:
     kind: str  # "file", "hub", "documentation", "unreadable"
     name: str  # the beginning of the names of its documents
     path: str = ""
-    form: Form = _PLAIN
     size: int = 0
     modified: int = 0  # nanoseconds
     reason: str = ""  # why it cannot be read
-
-    def identity(self) -> list[Any]:
-        """What must be the same when an interrupted run goes on."""
-        return [self.kind, self.name, self.size, self.modified]
 
 
 @dataclass
@@ -154,7 +142,10 @@ def list_sources(sources: Sequence[str | Path], leave_out: Sequence[Path] = ()) 
         first = len(listing.units)
         entry: dict[str, Any] = {"source": source}
         if source == STDLIB:
-            _list_stdlib(listing)
+            root = Path(sysconfig.get_path("stdlib"))
+            for path in stdlib_files(root):
+                listing.units.append(_file_unit(str(root / path), f"{STDLIB}:{path}"))
+            listing.units.append(Unit("documentation", f"{STDLIB}:documentation"))
             entry["python"] = sys.version.split()[0]
         elif source.startswith(HUB):
             parse_hub(source)
@@ -163,10 +154,8 @@ def list_sources(sources: Sequence[str | Path], leave_out: Sequence[Path] = ()) 
         elif os.path.isdir(source):
             _list_folder(source, listing, outputs)
         elif os.path.exists(source):
-            form = form_of(source)
-            # A file that the user names is read as text, even if its suffix is not known.
-            form = Form(form.kind or "text", form.compression, form.suffix)
-            listing.units.append(_file_unit(source, source, form))
+            # Even if its suffix is not known: such a file is read as text.
+            listing.units.append(_file_unit(source, source))
         else:
             raise FileNotFoundError(
                 f"source {source!r} does not exist: name a file, a folder, hub:<dataset> or stdlib"
@@ -176,16 +165,8 @@ def list_sources(sources: Sequence[str | Path], leave_out: Sequence[Path] = ()) 
         entry["bytes"] = sum(unit.size for unit in units)
         listing.sources.append(entry)
     for unit in listing.units:
-        check_available(unit.form.compression, unit.name)
+        check_available(form_of(unit.path).compression, unit.name)
     return listing
-
-
-def _list_stdlib(listing: Listing) -> None:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in stdlib_files(root):
-        name = f"{STDLIB}:{path}"
-        listing.units.append(_file_unit(str(root / path), name, form_of(path)))
-    listing.units.append(Unit("documentation", f"{STDLIB}:documentation"))
 
 
 def stdlib_files(root: Path) -> list[str]:
@@ -207,35 +188,35 @@ def _list_folder(source: str, listing: Listing, outputs: set[str]) -> None:
 
     for where, folders, files in os.walk(source, onerror=failed):
         if is_corpus(where):
-            listing.ignored[CORPUS] += 1
+            listing.ignored["(corpus)"] += 1
             folders[:] = []
             continue
         entered = []
         for folder in sorted(folders):
             path = os.path.join(where, folder)
             if hidden(folder):
-                listing.ignored[HIDDEN] += 1
+                listing.ignored["(hidden)"] += 1
             elif os.path.islink(path):
-                listing.ignored[LINK] += 1
+                listing.ignored["(link)"] += 1
             elif os.path.realpath(path) not in outputs:
                 entered.append(folder)
         folders[:] = entered
         for file in sorted(files):
             path, form = os.path.join(where, file), form_of(file)
             if hidden(file) or form.kind is None:
-                listing.ignored[HIDDEN if hidden(file) else form.suffix] += 1
+                listing.ignored["(hidden)" if hidden(file) else form.suffix] += 1
             else:
-                listing.units.append(_file_unit(path, path, form))
+                listing.units.append(_file_unit(path, path))
 
 
-def _file_unit(path: str, name: str, form: Form) -> Unit:
+def _file_unit(path: str, name: str) -> Unit:
     try:
         status = os.stat(path)
     except OSError as error:  # a link that leads nowhere, or no permission
         return Unit("unreadable", name, reason=error.strerror or str(error))
     if not stat.S_ISREG(status.st_mode):
         return Unit("unreadable", name, reason="not a regular file")
-    return Unit("file", name, path, form, status.st_size, status.st_mtime_ns)
+    return Unit("file", name, path, status.st_size, status.st_mtime_ns)
 
 
 def read_unit(unit: Unit, text_field: str, meter: Meter) -> Iterator[Event]:
@@ -254,7 +235,7 @@ def read_unit(unit: Unit, text_field: str, meter: Meter) -> Iterator[Event]:
             return
         with file:
             meter.file = file
-            yield from read_form(file, unit.name, unit.form, text_field)
+            yield from read_form(file, unit.name, form_of(unit.path), text_field)
         meter.file = None
 
 
@@ -265,7 +246,7 @@ def stdlib_documentation() -> Iterator[Event]:
     except ImportError:  # some distributions of Python leave it out
         topics = {}
     for name in sorted(topics):
-        yield from whole_text(topics[name].strip() + "\n", f"{STDLIB}:topic/{name}")
+        yield whole_text(topics[name].strip() + "\n", f"{STDLIB}:topic/{name}")
 
 
 def _read_hub(source: str, text_field: str) -> Iterator[Event]:
@@ -279,8 +260,6 @@ def _read_hub(source: str, text_field: str) -> Iterator[Event]:
                     "choose one with --text-field"
                 )
             yield row_event(row, f"{source}:{number}", text_field)
-    except GeneratorExit:
-        raise
     except Exception as error:  # the library raises whatever its many backends raise
         raise ValueError(f"source {source!r} failed after row {number}: {error}") from error
 

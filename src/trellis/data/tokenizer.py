@@ -44,11 +44,6 @@ _PIECE_CHARACTERS = 1 << 15
 _CALL_CHARACTERS = (1 << 19) * min(os.cpu_count() or 1, 32)
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type for the ids of a vocabulary: little-endian uint16 if they fit, else uint32."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
 class TextTokenizer:
     """A `tokenizers.Tokenizer` that knows the end of a document and encodes long texts fast.
 
@@ -76,10 +71,10 @@ class TextTokenizer:
         if not vocabulary:
             raise ValueError(f"tokenizer {name!r} has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
-        self.dtype = token_dtype(self.vocab_size)
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         ids = [inner.token_to_id(token) for token in _END_OF_DOCUMENT_NAMES]
         self.end_of_document: int | None = next((i for i in ids if i is not None), None)
-        self._bytes = self.sha256 == bytes_sha256()
+        self._bytes = self.json == _bytes_json()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TextTokenizer, (json.dumps(self.json), self.name)
@@ -100,8 +95,7 @@ class TextTokenizer:
             return self._encode_whole(texts)
         pieces = [list(cut(text, place, _PIECE_CHARACTERS)) for text in texts]
         encoded = iter(self._encode_whole([piece for some in pieces for piece in some]))
-        parts = ([next(encoded) for _ in some] for some in pieces)
-        return [p[0] if len(p) == 1 else np.concatenate(p) for p in parts]
+        return [np.concatenate([next(encoded) for _ in some]) for some in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
@@ -312,11 +306,6 @@ def _check_output(path: Path) -> None:
 def canonical(content: Any) -> bytes:
     """JSON whose bytes depend on the content alone, for hashes."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-@functools.cache
-def bytes_sha256() -> str:
-    return hashlib.sha256(canonical(_bytes_json())).hexdigest()
 
 
 def _bytes_json() -> dict[str, Any]:

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from ..data import prepare_corpus
-from ..data.batches import IGNORED, assemble, validation_windows
+from ..data.batches import assemble, validation_windows
 from ..data.shards import Corpus, open_corpus
 from ..figures import figure
 from ..files import write_json, write_whole
+from ..models.loss import IGNORED
 from ..models.presets import count_parameters
 from ..training import checkpoint as checkpoints
 from ..training.loop import Diverged, Interrupted

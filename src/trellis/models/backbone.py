@@ -79,8 +79,3 @@ class Packing:
         batch, tokens = self.shape
         flat = x.new_zeros(batch * tokens, *x.shape[2:])
         return flat.index_copy(0, self.index, x[0]).view(batch, tokens, *x.shape[2:])
-
-
-def packing_of(mask: Tensor | None) -> Packing | None:
-    """The packing of a batch with this mask; None if the batch has no padding."""
-    return None if mask is None or bool((mask != 0).all()) else Packing(mask)

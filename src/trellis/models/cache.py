@@ -70,9 +70,7 @@ class TrellisCache(Cache):
 
     def select(self, batch: Tensor | list[int] | slice | int) -> TrellisCache:
         """A cache of some of the sequences."""
-        index = torch.arange(self.batch_size)
-        picked = index[batch] if not isinstance(batch, list) else index[torch.tensor(batch)]
-        return self.reorder(picked.reshape(-1))
+        return self.reorder(torch.arange(self.batch_size)[batch].reshape(-1))
 
     def _map(self, function: Any) -> TrellisCache:
         other = copy.copy(self)
@@ -90,9 +88,6 @@ class TrellisCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.states = self.reorder(beam_idx).states
 
@@ -100,9 +95,7 @@ class TrellisCache(Cache):
         self.states = self.select(indices).states
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = [
-            map_tensors(lambda t: t.repeat_interleave(repeats, dim=0), s) for s in self.states
-        ]
+        self.states = self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0)).states
 
     def reset(self) -> None:
         self.states, self.seen = self._owner().init_cache(self.batch_size).states, 0
@@ -114,15 +107,8 @@ class TrellisCache(Cache):
                 "reading what may have to be undone"
             )
 
-    def activate_past_recording(self) -> None:
-        """Does nothing: the cache cannot be cropped, whatever is recorded."""
-
     @property
     def is_croppable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
         return False
 
     @property

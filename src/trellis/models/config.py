@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import cycle, islice
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -54,7 +55,11 @@ class TrellisConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_misspelt(kwargs)
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in kwargs:  # transformers would keep a misspelt field
+            hint = checks.did_you_mean(name, known, cutoff=0.9)
+            if hint and not name.endswith("_token_id"):
+                raise ValueError(f"TrellisConfig has no field {name!r}{hint}")
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                      "segment_size", "loss_tokens"):  # fmt: skip
             checks.at_least(name, getattr(self, name), 1)
@@ -71,21 +76,13 @@ class TrellisConfig(PreTrainedConfig):
             mixer_config(name, self.mixer_config.get(name, {}))
         super().__post_init__(**kwargs)
 
-    def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
-        """Raises at an unknown field that is nearly a known one; transformers keeps any field."""
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in unknown:
-            hint = checks.did_you_mean(name, known, cutoff=0.9)
-            if hint and not name.endswith("_token_id"):
-                raise ValueError(f"TrellisConfig has no field {name!r}{hint}")
-
     @property
     def _mixer_names(self) -> list[str]:
         return [self.mixer] if isinstance(self.mixer, str) else list(dict.fromkeys(self.mixer))
 
     def _by_mixer(self, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
         names = self._mixer_names
-        if fields and all(isinstance(value, dict) for value in fields.values()):
+        if all(isinstance(value, dict) for value in fields.values()):
             for name in fields:
                 if name not in names:
                     raise ValueError(
@@ -93,21 +90,19 @@ class TrellisConfig(PreTrainedConfig):
                         f"mixers of this model: {', '.join(names)}"
                     )
             return {name: dict(section) for name, section in fields.items()}
-        if fields and len(names) > 1:
+        if len(names) > 1:
             raise ValueError(
                 "with several mixers, mixer_config must have one section for each, such as "
                 f"{{{names[0]!r}: {{...}}}}; got the fields {', '.join(fields)}"
             )
-        return {names[0]: dict(fields)} if fields else {}
+        return {names[0]: fields}
 
     def layer_mixers(self) -> list[tuple[str, dict[str, Any]]]:
         """(name, fields) of the mixer of every layer; a list in `mixer` repeats over the layers."""
         names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
         sections = self.mixer_config or {}
-        return [
-            (names[i % len(names)], sections.get(names[i % len(names)], {}))
-            for i in range(self.num_hidden_layers)
-        ]
+        repeated = islice(cycle(names), self.num_hidden_layers)
+        return [(name, sections.get(name, {})) for name in repeated]
 
 
 def _as_fields(section: Any) -> dict[str, Any]:

@@ -39,14 +39,13 @@ def next_token_loss(
     checks.shape("targets", targets, hidden.shape[:2], "[B,T]")
     flat = hidden.flatten(0, 1)
     targets = targets.flatten()
-    predicted = targets != IGNORED
     if not _is_plain_linear(head, flat):
         total = _recomputed_loss(flat, targets, head, chunk)
     elif torch.is_grad_enabled():
         total = _LinearLoss.apply(flat, head.weight, targets, chunk)
     else:
         total, _, _ = _linear_loss(flat, head.weight, targets, chunk, (False, False))
-    return total / (predicted.sum() if count is None else count)
+    return total / ((targets != IGNORED).sum() if count is None else count)
 
 
 def _is_plain_linear(head: Any, hidden: Tensor) -> TypeGuard[nn.Linear]:

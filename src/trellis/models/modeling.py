@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from .. import checks
 from ..mixers.layers import RMSNorm
-from .backbone import Block, packing_of
+from .backbone import Block, Packing
 from .cache import TrellisCache, hash_weights
 from .config import TrellisConfig
 from .loss import IGNORED, next_token_loss
@@ -50,18 +51,18 @@ class TrellisPreTrainedModel(PreTrainedModel):
     def fingerprint(self) -> str:
         """A hash of the configuration and of every weight: files for this model alone carry it."""
         backbone = self.base_model
-        fields = {
-            "hidden_size": self.config.hidden_size,
-            "vocab_size": self.config.vocab_size,
-            "intermediate_size": self.config.intermediate_size,
-            "num_attention_heads": self.config.num_attention_heads,
-            "norm_eps": self.config.norm_eps,
-            # All fields, with defaults filled in; the backend does not change what is computed.
-            "mixers": [
-                {**dataclasses.asdict(block.mixer.config), "backend": None}
-                for block in backbone.layers
-            ],
-        }
+        names = (
+            "hidden_size",
+            "vocab_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "norm_eps",
+        )
+        fields = {name: getattr(self.config, name) for name in names}
+        # All fields, with defaults filled in; the backend does not change what is computed.
+        fields["mixers"] = [
+            {**dataclasses.asdict(block.mixer.config), "backend": None} for block in backbone.layers
+        ]
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
         hash_weights(digest, backbone)
         return digest.hexdigest()
@@ -85,6 +86,7 @@ class TrellisModel(TrellisPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -92,13 +94,12 @@ class TrellisModel(TrellisPreTrainedModel):
         past_key_values: TrellisCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        cu_seqlens: Tensor | None = None,
         hidden_to_keep: int = 0,
         relay: Relay | None = None,
-        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> BaseModelOutputWithPast:
         """The hidden states of the tokens, and the cache after them.
 
         input_ids [B, T], or inputs_embeds [B, T, dim].
@@ -121,48 +122,38 @@ class TrellisModel(TrellisPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         self._check_inputs(given, attention_mask, cache, cu_seqlens)
-        if relay is not None and (use_cache or attention_mask is not None):
+        if relay is not None and (use_cache or cache is not None or attention_mask is not None):
             raise ValueError("relay cannot be given together with a cache or an attention_mask")
         if attention_mask is not None:
             attention_mask = attention_mask[:, attention_mask.shape[1] - tokens :]
 
-        whole = (
-            torch.is_grad_enabled()
-            or cu_seqlens is not None
-            or relay is not None
-            or output_hidden_states
-        )
+        packed = cu_seqlens is not None or relay is not None
+        whole = packed or torch.is_grad_enabled() or output_hidden_states
         size = tokens if whole else self.config.segment_size
         if cache is None and (use_cache or tokens > size):
             # The layers make their own first states, from weights that FSDP may have sharded and
             # makes whole only inside the layer.
             cache = TrellisCache(self, [None] * len(self.layers))
-        kept, all_hidden = [], None
+        kept: list[Tensor] = []
+        all_hidden: list[Tensor] = []
         first_kept = tokens - hidden_to_keep if hidden_to_keep else 0
         for start in range(0, max(tokens, 1), max(size, 1)):
             part = slice(start, start + size)
             x = self.embed_tokens(input_ids[:, part]) if input_ids is not None else given[:, part]
             mask = attention_mask[:, part] if attention_mask is not None else None
-            traced = bool(output_hidden_states)
-            x, all_hidden = self._read(x, mask, cache, cu_seqlens, relay, traced)
+            x, all_hidden = self._read(x, mask, cache, cu_seqlens, relay, output_hidden_states)
             if start + x.shape[1] > first_kept or tokens == 0:
                 kept.append(self.norm(x[:, max(first_kept - start, 0) :]))
         hidden = kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
-        if all_hidden is not None:
-            all_hidden = (*all_hidden[:-1], hidden)
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=cache if use_cache else None,
-            hidden_states=all_hidden,
+            hidden_states=(*all_hidden[:-1], hidden) if output_hidden_states else None,
         )
-        return output if _as_dict(return_dict, self.config) else output.to_tuple()
 
     @staticmethod
     def _check_inputs(
-        given: Tensor,
-        attention_mask: Tensor | None,
-        cache: TrellisCache | None,
-        cu_seqlens: Tensor | None,
+        given: Tensor, attention_mask: Tensor | None, cache: Any, cu_seqlens: Tensor | None
     ) -> None:
         """Raises at inputs that do not fit together, before any token is read."""
         batch, tokens = given.shape[:2]
@@ -198,33 +189,34 @@ class TrellisModel(TrellisPreTrainedModel):
         cu_seqlens: Tensor | None,
         relay: Relay | None,
         output_hidden_states: bool,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Passes one segment x [B, T, dim] through all blocks and updates the cache."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Passes one segment x [B, T, dim] through all blocks and updates the cache.
+
+        Returns the output, and with output_hidden_states also the inputs of all blocks before it.
+        """
         columns = x.shape[1]
-        packing = packing_of(mask)
-        if packing is not None:
+        packing = None
+        if mask is not None and not (mask != 0).all():
+            packing = Packing(mask)
             x, cu_seqlens = packing.pack(x), packing.cu_seqlens
         trace, states = [x], []
         for i, block in enumerate(self.layers):
-            before = None
-            if cache is not None:
-                before = cache.states[i]
-            elif relay is not None:
-                before = relay.before(i)
-            x, state = block(x, before, cu_seqlens)
-            if cache is not None:
-                states.append(state)
-            elif relay is not None:
+            if relay is not None:
+                x, state = block(x, relay.before(i), cu_seqlens)
                 x = relay.after(i, state, x)
+            elif cache is not None:
+                x, state = block(x, cache.states[i], cu_seqlens)
+                states.append(state)
+            else:
+                x, _ = block(x, None, cu_seqlens)
             if output_hidden_states:
                 trace.append(x)
         if cache is not None:  # all at once: an interrupted call leaves the cache as it was
             cache.states = states
             cache.seen += columns
         if packing is not None:
-            x = packing.unpack(x)
-            trace = [packing.unpack(t) for t in trace]
-        return x, tuple(trace) if output_hidden_states else None
+            x, trace = packing.unpack(x), [packing.unpack(t) for t in trace]
+        return x, trace
 
 
 class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
@@ -238,6 +230,11 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own cache
+
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -246,15 +243,12 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         targets: Tensor | None = None,
-        use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
-        relay: Relay | None = None,
-        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the loss if `labels` or `targets` are given.
 
         labels [B, T]: the tokens themselves, -100 where a token is not to be predicted.
@@ -269,64 +263,46 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
         _refuse_misspelt(kwargs, type(self).forward)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and given is not None:
-            checks.shape("labels", labels, given.shape[:2], "[B,T]")
-        targets = self._targets(labels, targets, attention_mask, cu_seqlens)
+        if labels is not None:
+            if targets is not None:
+                raise ValueError("only one of labels and targets can be given")
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            if given is not None:
+                checks.shape("labels", labels, given.shape[:2], "[B,T]")
+            targets = _shifted(labels, attention_mask, cu_seqlens)
         whole = targets is not None or output_hidden_states or not isinstance(logits_to_keep, int)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
             hidden_to_keep=0 if whole else logits_to_keep,
-            relay=relay,
-            return_dict=True,
+            **{**kwargs, "return_dict": True},
         )
         hidden = outputs.last_hidden_state
         if logits_to_keep is None and (
             targets is None or targets.numel() <= self.config.loss_tokens
         ):
             logits_to_keep = 0
-        logits = None
-        if isinstance(logits_to_keep, int):
-            logits = self.lm_head(hidden[:, -logits_to_keep:])
-        elif logits_to_keep is not None:
-            logits = self.lm_head(hidden[:, logits_to_keep])
-        loss = None
+        loss = logits = None
+        if logits_to_keep is not None:
+            at = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, at])
         if targets is not None:
-            have_all = logits is not None and logits.shape[:2] == targets.shape
+            head: nn.Module = self.lm_head
+            if logits is not None and logits.shape[:2] == targets.shape:
+                hidden, head = logits, nn.Identity()
             loss = next_token_loss(
-                logits if have_all and logits is not None else hidden,
-                targets,
-                nn.Identity() if have_all else self.lm_head,
-                chunk=self.config.loss_tokens,
-                count=num_items_in_batch,
+                hidden, targets, head, chunk=self.config.loss_tokens, count=num_items_in_batch
             )
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-        return output if _as_dict(return_dict, self.config) else output.to_tuple()
-
-    @staticmethod
-    def _targets(
-        labels: Tensor | None,
-        targets: Tensor | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor | None:
-        """What every token is to predict [B, T]; -100 where it is to predict nothing."""
-        if labels is None:
-            return targets
-        if targets is not None:
-            raise ValueError("only one of labels and targets can be given")
-        return F.pad(_predictable(labels, attention_mask, cu_seqlens)[:, 1:], (0, 1), value=IGNORED)
 
     def prepare_inputs_for_generation(
         self,
@@ -342,15 +318,8 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
                 "sequence, or only the new tokens with an attention_mask that covers both"
             )
         return super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
+            input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own cache
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, cache: TrellisCache | None = None) -> TrellisCache:
@@ -359,10 +328,6 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             cache = self.init_cache(input_ids.shape[0])
         self.model(input_ids, past_key_values=cache, use_cache=True, hidden_to_keep=1)
         return cache
-
-
-def _as_dict(return_dict: bool | None, config: TrellisConfig) -> bool:
-    return bool(config.return_dict if return_dict is None else return_dict)
 
 
 def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
@@ -376,13 +341,16 @@ def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
             raise TypeError(f"there is no argument {name!r}{hint}")
 
 
-def _predictable(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Labels with -100 at the first token of every sequence and around padding."""
+def _shifted(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """What every token is to predict [B, T]: the next token's label.
+
+    It is -100 at the last token of every sequence and around padding.
+    """
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens.diff() > 0].long()
-        return labels.index_fill(1, starts, IGNORED)
-    if mask is None:
-        return labels
-    real = mask[:, mask.shape[1] - labels.shape[1] :] != 0
-    before = F.pad(real[:, :-1], (1, 0), value=True)
-    return labels.masked_fill(~(real & before), IGNORED)
+        labels = labels.index_fill(1, starts, IGNORED)
+    elif mask is not None:
+        real = mask[:, mask.shape[1] - labels.shape[1] :] != 0
+        before = F.pad(real[:, :-1], (1, 0), value=True)
+        labels = labels.masked_fill(~(real & before), IGNORED)
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -45,33 +45,24 @@ def generate(
             raise ValueError("prompt must have a token that what follows can be predicted from")
         ids = [tokenizer.end_of_document]
     source = torch.Generator().manual_seed(seed)
-    return _stream(model, tokenizer, ids, cache, max_tokens, temperature, top_p, source)
 
-
-@torch.no_grad()
-def _stream(
-    model: TrellisForCausalLM,
-    tokenizer: Any,
-    ids: list[int],
-    cache: TrellisCache,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    source: torch.Generator,
-) -> Iterator[str]:
-    decoder = tokenizer.stream_decoder()
-    new = torch.tensor([ids], device=model.device)
-    for _ in range(max_tokens):
-        logits = model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
-        token = _choose(logits.float().cpu(), temperature, top_p, source)
-        new = torch.tensor([[token]], device=model.device)
-        if token == tokenizer.end_of_document:
-            break
-        if text := decoder.feed(token):
+    @torch.no_grad()
+    def stream() -> Iterator[str]:
+        decoder = tokenizer.stream_decoder()
+        new = torch.tensor([ids], device=model.device)
+        for _ in range(max_tokens):
+            logits = model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+            token = _choose(logits.float().cpu(), temperature, top_p, source)
+            new = torch.tensor([[token]], device=model.device)
+            if token == tokenizer.end_of_document:
+                break
+            if text := decoder.feed(token):
+                yield text
+        model.read(new, cache)  # the last token, or the whole prompt if max_tokens is 0
+        if text := decoder.finish():
             yield text
-    model.read(new, cache)  # the last token, or the whole prompt if max_tokens is 0
-    if text := decoder.finish():
-        yield text
+
+    return stream()  # the arguments were checked above, before the first text is asked for
 
 
 def _choose(logits: Tensor, temperature: float, top_p: float, source: torch.Generator) -> int:

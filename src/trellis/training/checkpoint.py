@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -83,11 +84,9 @@ def open_checkpoint(run: Path, step: int | None = None, verify: bool = True) -> 
     chosen = steps[-1] if step is None else step
     path = path_of(run, chosen)
     older = [other for other in steps if other < chosen]
-    advice = (
-        f"delete that folder to go on from step {older[-1]}"
-        if older
-        else "there is no older checkpoint"
-    )
+    advice = "there is no older checkpoint"
+    if older:
+        advice = f"delete that folder to go on from step {older[-1]}"
     try:
         content = json.loads((path / "checkpoint.json").read_text())
         files = content["files"]
@@ -175,24 +174,19 @@ def training_tensors(
 
     If the optimizer has not taken a step yet, its moments are made here, as zeros.
     """
-    if optimizer is not None and not optimizer.state:
-        _start_moments(model, optimizer)
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
-        if optimizer is not None:
-            for moment in MOMENTS:
-                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+        if optimizer is None:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state.update({moment: torch.zeros_like(parameter).detach() for moment in MOMENTS})
+            # Fused AdamW keeps its count of steps on the weights' device, the others on the CPU.
+            device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        tensors.update({f"{moment}.{name}": state[moment] for moment in MOMENTS})
     return tensors
-
-
-def _start_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        state = {moment: torch.zeros_like(parameter).detach() for moment in MOMENTS}
-        # Fused AdamW keeps its count of steps on the weights' device, the others on the CPU.
-        device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        optimizer.state[parameter] = state
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
@@ -207,8 +201,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 def load_extra(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The tensors of extra.safetensors by name."""
-    with safe_open(checkpoint.path / EXTRA, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return load_file(checkpoint.path / EXTRA)
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:

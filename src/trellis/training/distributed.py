@@ -43,44 +43,38 @@ class Processes:
         """(index, count): this process has part `index` of the `count` parts of every row."""
         return self.rank % self.sequence_parallel, self.sequence_parallel
 
-    def rows(self, rows: int) -> range:
-        """The rows of a global batch of `rows` rows that this process trains on."""
-        groups = self.world // self.sequence_parallel
-        count = rows // groups
-        index = self.rank // self.sequence_parallel
-        return range(index * count, (index + 1) * count)
-
     def micro_rows(self, recipe: Recipe) -> list[range]:
         """The rows of this process in equal micro-batches of at most train.micro_tokens tokens.
 
         A micro-batch has at least one row, even if that is longer.
         """
-        rows = self.rows(recipe.rows)
+        index, groups = (n // self.sequence_parallel for n in (self.rank, self.world))
+        count = recipe.rows // groups
         tokens = recipe.data.context // self.sequence_parallel
         fitting = max(1, recipe.train.micro_tokens // tokens)
-        size = max(n for n in range(1, min(fitting, len(rows)) + 1) if len(rows) % n == 0)
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
+        size = max(n for n in range(1, min(fitting, count) + 1) if count % n == 0)
+        starts = range(index * count, (index + 1) * count, size)
+        return [range(start, start + size) for start in starts]
 
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
 
-    def on_first(self, function: Callable[[], None]) -> None:
+    def on_first(self, function: Callable[[], object]) -> None:
         """Calls a function on rank 0; if it fails there, all processes raise the same error."""
-        failed: tuple[str, str] | None = None
+        failed: Exception | None = None
         if self.first:
             try:
                 function()
             except (ValueError, OSError) as error:
                 if self.world == 1:
                     raise
-                failed = ("ValueError" if isinstance(error, ValueError) else "OSError", str(error))
+                failed = error
         if self.world > 1:
             box = [failed]
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
             if box[0] is not None:
-                kind, text = box[0]
-                raise ValueError(text) if kind == "ValueError" else OSError(text)
+                raise box[0]
 
     def union(self, names: list[str]) -> list[str]:
         """The names that any process gives, each once, in the order of ranks."""
@@ -125,7 +119,16 @@ def processes(recipe: Recipe) -> Iterator[Processes]:
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = _device(recipe.train.device)
-    _check(recipe, world)
+    parts, rows = recipe.train.sequence_parallel, recipe.rows
+    if world % parts:
+        raise ValueError(
+            f"train.sequence_parallel must divide the number of processes, {world}; got {parts}"
+        )
+    groups = world // parts
+    if rows % groups:
+        raise ValueError(
+            f"the {rows} rows of a batch must divide evenly among {groups} (groups of) processes"
+        )
     if world == 1:
         yield Processes(0, 1, device, 1, None)
         return
@@ -134,12 +137,9 @@ def processes(recipe: Recipe) -> Iterator[Processes]:
         # gloo beside nccl: small things, such as error messages, are sent on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
-        parts = recipe.train.sequence_parallel
         relay_group = None
         if parts > 1:  # every process takes part in making every group
-            starts = range(0, world, parts)
-            groups = [dist.new_group(list(range(start, start + parts))) for start in starts]
-            relay_group = groups[rank // parts]
+            relay_group, _ = dist.new_subgroups(parts)
         yield Processes(rank, world, device, parts, relay_group)
     finally:
         if started:
@@ -156,19 +156,6 @@ def _device(name: str) -> torch.device:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(name)
-
-
-def _check(recipe: Recipe, world: int) -> None:
-    parts, rows = recipe.train.sequence_parallel, recipe.rows
-    if world % parts:
-        raise ValueError(
-            f"train.sequence_parallel must divide the number of processes, {world}; got {parts}"
-        )
-    groups = world // parts
-    if rows % groups:
-        raise ValueError(
-            f"the {rows} rows of a batch must divide evenly among {groups} (groups of) processes"
-        )
 
 
 def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Module:
@@ -192,16 +179,13 @@ def spread(model: TrellisForCausalLM, recipe: Recipe, group: Processes) -> nn.Mo
     )
 
 
-@contextlib.contextmanager
-def synchronised(called: nn.Module, last: bool) -> Iterator[None]:
+def synchronised(called: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
     """A context in which the backward exchanges gradients only for the last micro-batch."""
-    if isinstance(called, DistributedDataParallel) and not last:
-        with called.no_sync():
-            yield
-        return
     if isinstance(called, FSDPModule):
         called.set_requires_gradient_sync(last)
-    yield
+    if isinstance(called, DistributedDataParallel) and not last:
+        return called.no_sync()
+    return contextlib.nullcontext()
 
 
 def reduce_gradients(model: nn.Module, group: Processes) -> None:

@@ -26,7 +26,7 @@ from ..models.presets import training_flops
 from . import checkpoint as checkpoints
 from .distributed import Processes, reduce_gradients, reshard, spread, synchronised, whole
 from .metrics import Metrics, ProgressLine, perplexity_text, validate
-from .optimization import Watch, build_optimizer, context_at, diagnose, learning_rate
+from .optimization import build_optimizer, context_at, diagnose, learning_rate, not_finite_outputs
 from .recipe import Recipe
 from .relay import ProcessRelay, StepRelay, gathered, restored
 
@@ -87,9 +87,7 @@ class Trainer:
         self._flops_per_token = training_flops(self.model, recipe.data.context)
         self.called = spread(self.model, recipe, group)
         sharded = group.world > 1 and recipe.train.strategy == "fsdp"
-        fused = group.device.type in ("cpu", "cuda") and not (
-            sharded and group.device.type == "cpu"
-        )
+        fused = group.device.type == "cuda" or (group.device.type == "cpu" and not sharded)
         self.optimizer = build_optimizer(self.model, recipe.train, fused)
         self.autocast = recipe.train.precision == "bf16" or (
             recipe.train.precision == "auto" and group.device.type == "cuda"
@@ -127,8 +125,7 @@ class Trainer:
             try:
                 group.on_first(lambda: checkpoints.clean(self.run_folder))
                 if group.first:
-                    tensorboard = recipe.log.tensorboard
-                    metrics = Metrics(self.run_folder, self.step, tensorboard)
+                    metrics = Metrics(self.run_folder, self.step, recipe.log.tensorboard)
                 seconds, tokens = 0.0, 0
                 while self.step < recipe.steps:
                     start = time.perf_counter()
@@ -217,12 +214,12 @@ class Trainer:
         reduce_gradients(self.model, group)
         asked = torch.tensor([s in stopping for s in STOP_SIGNALS], dtype=torch.float64)
         loss, *counts = group.summed(torch.cat([loss[None], asked])).tolist()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = float(whole(get_total_norm(grads)))
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        norm = whole(get_total_norm([p.grad for p in trained]))
         self.step += 1
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(loss) and norm.isfinite():
             if recipe.train.clip:
-                self._clip(norm)
+                clip_grads_with_norm_(trained, recipe.train.clip, norm)
             self.optimizer.step()
             self.updates += 1
             self.bad_in_a_row = 0
@@ -230,15 +227,10 @@ class Trainer:
             self.interval_steps += 1
             self.relayed = relayed
         else:
-            self._skip(loss, norm)
+            self._skip(loss, float(norm))
         self.optimizer.zero_grad()
         stop = next((s for s, count in zip(STOP_SIGNALS, counts) if count), None)
-        return {"grad_norm": norm, "learning_rate": rate, "signal": stop}
-
-    def _clip(self, norm: float) -> None:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        total = torch.tensor(norm, device=self.group.device)
-        clip_grads_with_norm_(parameters, self.recipe.train.clip, total)
+        return {"grad_norm": float(norm), "learning_rate": rate, "signal": stop}
 
     def _batch(self, step: int, number: int) -> Batch:
         context = context_at(self.recipe, step)
@@ -254,7 +246,7 @@ class Trainer:
         the global batch.
         """
         relay: StepRelay | ProcessRelay | None = None
-        if self.group.part[1] > 1:
+        if self.group.sequence_parallel > 1:
             relay = ProcessRelay(self.group, batch, self.templates)
         elif self.recipe.data.batches == "contiguous":
             relay = StepRelay(states, batch)
@@ -278,10 +270,10 @@ class Trainer:
         relayed, self.relayed = self.relayed, [None] * len(self.micro)
         if self.bad_in_a_row < self.recipe.train.max_bad_steps:
             return
-        with torch.no_grad(), Watch(self.model) as watch:
+        with torch.no_grad(), not_finite_outputs(self.model) as outputs:
             for number in range(len(self.micro)):
                 self._forward(self._batch(self.step - 1, number), relayed[number])
-        cause = diagnose(self.model, watch.first, self.group.union)
+        cause = diagnose(self.model, outputs, self.group.union)
         raise TrainingStopped(
             f"{self.bad_in_a_row} steps in a row gave a loss or gradient that is not finite (step "
             f"{self.step}: loss {loss}, gradient norm {norm}): {cause}. {self._newest()}"
@@ -356,7 +348,12 @@ class Trainer:
                 "interval": [self.interval_loss, self.interval_steps],
                 "recipe": self.recipe.as_dict(),
                 "data": self.corpus.fingerprint,
-                "versions": versions(),
+                "versions": {
+                    "trellis": __version__,
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "python": platform.python_version(),
+                },
             },
             self.recipe.checkpoint.keep + (self.bad_in_a_row > 0),
             self.group,
@@ -409,15 +406,6 @@ def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
     )
 
 
-def versions() -> dict[str, str]:
-    return {
-        "trellis": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -440,11 +428,9 @@ def _stop_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         noted.append(number)
 
-    try:
+    before: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):  # only the main thread may handle signals
         before = {s: signal.signal(s, note) for s in STOP_SIGNALS}
-    except ValueError:  # only the main thread may handle signals
-        yield noted
-        return
     try:
         yield noted
     finally:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from ..data.batches import Stream, assemble, validation_windows
+from ..data.batches import assemble, validation_windows
 from ..files import write_whole
 from .distributed import Processes
 
@@ -35,17 +35,19 @@ def validate(
     """
     context = min(context, stream.tokens - 1)
     starts = validation_windows(stream, context, tokens)
-    rounds = math.ceil(len(starts) / (rows * group.world))
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64)  # the summed loss, and the number of targets
     called.eval()
     try:
-        for number in range(rounds):
-            begin = (number * group.world + group.rank) * rows
-            mine = starts[begin : begin + rows]
+        for begin in range(0, len(starts), rows * group.world):
+            mine = starts[begin + group.rank * rows :][:rows]
             # A sharded model is called by all processes equally often.
-            summed, count = _summed_loss(called, stream, mine or starts[:1], context, group.device)
+            places = [(stream, start) for start in mine or starts[:1]]
+            batch = assemble(places, context).to(group.device)
+            loss = called(
+                **batch.model_inputs(), num_items_in_batch=1, logits_to_keep=1, use_cache=False
+            ).loss
             if mine:
-                total += torch.tensor([summed, count], dtype=torch.float64)
+                total += torch.tensor([float(loss), batch.predicted], dtype=torch.float64)
     finally:
         called.train()
     summed, count = group.summed(total).tolist()
@@ -55,17 +57,6 @@ def validate(
         "validation_perplexity": perplexity_of(loss),
         "validation_bits_per_byte": loss / math.log(2) * stream.tokens / max(stream.bytes, 1),
     }
-
-
-def _summed_loss(
-    called: nn.Module, stream: Stream, starts: list[int], context: int, device: torch.device
-) -> tuple[float, int]:
-    """The summed loss of the windows that begin at `starts`, and their number of targets."""
-    batch = assemble([(stream, start) for start in starts], context).to(device)
-    loss = called(
-        **batch.model_inputs(), num_items_in_batch=1, logits_to_keep=1, use_cache=False
-    ).loss
-    return float(loss), batch.predicted
 
 
 def perplexity_of(loss: float) -> float:
@@ -88,7 +79,11 @@ class Metrics:
             kept = [json.dumps(r) + "\n" for r in read_metrics(run) if r["step"] <= after]
             write_whole(self.path, "".join(kept).encode())
         self.file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        self.events = _events(run, after) if tensorboard else None
+        self.events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(run / "tensorboard"), purge_step=after + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -136,12 +131,6 @@ def check_tensorboard() -> None:
             "log.tensorboard needs the package tensorboard: pip install "
             "'trellis-memory[tensorboard]', or set log.tensorboard=false"
         )
-
-
-def _events(run: Path, after: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run / "tensorboard"), purge_step=after + 1)
 
 
 class ProgressLine:

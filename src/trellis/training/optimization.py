@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,42 +69,35 @@ def build_optimizer(model: nn.Module, train: TrainSection, fused: bool) -> torch
     )
 
 
-class Watch:
-    """As a context, notes the first module of a model whose output is not finite."""
+@contextlib.contextmanager
+def not_finite_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """A list that gets the names of modules as they give an output that is not finite."""
+    found: list[str] = []
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.first: str | None = None
-        self._handles: list[Any] = []
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and not _finite(first):
+            found.append(name or type(module).__name__)
 
-    def __enter__(self) -> Watch:
-        for name, module in self.model.named_modules():
-            self._handles.append(module.register_forward_hook(self._hook(name)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
+    handles = [
+        module.register_forward_hook(functools.partial(look, name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Any:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            if self.first is None and isinstance(first, Tensor) and not _finite(first):
-                self.first = name or type(module).__name__
 
-        return look
-
-
-def diagnose(
-    model: nn.Module, forward_first: str | None, union: Callable[[list[str]], list[str]]
-) -> str:
+def diagnose(model: nn.Module, outputs: list[str], union: Callable[[list[str]], list[str]]) -> str:
     """One sentence that says which weights, outputs or gradients are not finite.
 
-    forward_first: the module that a Watch noted. union: joins the names that the processes found,
-    each of which may hold a part of the weights.
+    outputs: what `not_finite_outputs` listed. union: joins the names that the processes found, each
+    of which may hold a part of the weights.
     """
     weights = union([name for name, p in model.named_parameters() if not _finite(p.detach())])
-    firsts = union([forward_first] if forward_first is not None else [])
+    firsts = union(outputs[:1])
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     grads = union([name for name, grad in named if not _finite(grad)])
     if weights:

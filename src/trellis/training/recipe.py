@@ -10,6 +10,7 @@ The sections and their keys are the classes and fields below.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -32,10 +33,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found]
-
-PRECISIONS = ("auto", "fp32", "bf16")
-STRATEGIES = ("ddp", "fsdp")
-DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 @dataclass
@@ -171,9 +168,9 @@ class TrainSection:
             raise ValueError("exactly one of train.steps and train.tokens must be given")
         if (self.rows is None) == (self.batch_tokens is None):
             raise ValueError("exactly one of train.rows and train.batch_tokens must be given")
-        checks.choice("train.precision", self.precision, PRECISIONS)
-        checks.choice("train.strategy", self.strategy, STRATEGIES)
-        checks.choice("train.device", self.device, DEVICES)
+        checks.choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
+        checks.choice("train.strategy", self.strategy, ("ddp", "fsdp"))
+        checks.choice("train.device", self.device, ("auto", "cpu", "cuda", "mps"))
         for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
             checks.at_least(f"train.{name}", getattr(self, name), 1, optional=True)
         for name in ("tokens", "batch_tokens"):
@@ -267,16 +264,14 @@ class Recipe:
         """Rows of a step's batch over all processes."""
         if self.train.rows is not None:
             return self.train.rows
-        assert self.train.batch_tokens is not None
-        return int(self.train.batch_tokens) // self.data.context
+        return int(self.train.batch_tokens or 0) // self.data.context
 
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
         if self.train.steps is not None:
             return self.train.steps
-        assert self.train.tokens is not None
-        return math.ceil(self.train.tokens / (self.rows * self.data.context))
+        return math.ceil((self.train.tokens or 0) / (self.rows * self.data.context))
 
     def as_dict(self) -> dict[str, Any]:
         """The sections as dictionaries, without values that are None; `from_dict` reads them."""
@@ -374,13 +369,14 @@ def _parsed(setting: str) -> dict[str, Any]:
 def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
     """A recipe or a section from a table; `prefix` is the section's name for errors, "train."."""
     hints = typing.get_type_hints(cls)
-    known = list(hints)
     values = {}
     for key, value in table.items():
         if key not in hints:
-            right = _section_of(key)
-            near = checks.did_you_mean(key, known, form=prefix + "{}")
-            hint = f"; did you mean {right}?" if right else near
+            hint = checks.did_you_mean(key, hints, form=prefix + "{}")
+            for section, inner in typing.get_type_hints(Recipe).items():
+                if key in typing.get_type_hints(inner):  # the key stands in a wrong section
+                    hint = f"; did you mean {section}.{key}?"
+                    break
             what = "section" if not prefix else "key"
             raise ValueError(f"a recipe has no {what} {prefix}{key}{hint}")
         wanted = hints[key]
@@ -398,27 +394,13 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
     return cls(**values)
 
 
-def _section_of(key: str) -> str | None:
-    """The right name of a key that stands in a wrong section, such as "data.context"."""
-    for name, cls in typing.get_type_hints(Recipe).items():
-        if key in typing.get_type_hints(cls):
-            return f"{name}.{key}"
-    return None
-
-
 def _typed(value: Any, wanted: Any, name: str) -> Any:
     """A value as the type of its field; raises ValueError if it is of another type."""
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(wanted):
-            if option is type(None):
-                if value is None:
-                    return None
-                continue
-            try:
+            with contextlib.suppress(ValueError):
                 return _typed(value, option, name)
-            except ValueError:
-                continue
     elif origin in (list, tuple) and isinstance(value, (list, tuple)):
         return origin(_typed(item, typing.get_args(wanted)[0], name) for item in value)
     elif origin is dict and isinstance(value, Mapping):

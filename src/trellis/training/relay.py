@@ -122,24 +122,24 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: int, group: Any, *tensors: Tensor) -> Tensor:
-        ctx.target, ctx.group = target, group
-        ctx.likes = [(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.target, ctx.group, ctx.kinds = target, group, [(t.dtype, t.shape) for t in tensors]
+        # The receiver does not know types and shapes: attention's caches grow.
+        dist.send_object_list(ctx.kinds, target, group, x.device)
         for tensor in tensors:
-            _send(tensor, target, group)
+            if tensor.numel():
+                dist.send(tensor.detach().contiguous(), dst=target, group=group)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads: list[Tensor | None] = []
-        for shape, dtype, device in ctx.likes:
-            if not dtype.is_floating_point:
-                grads.append(None)
-                continue
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            if buffer.numel():
-                dist.recv(buffer, src=ctx.target, group=ctx.group)
-            grads.append(buffer)
+        grads = [
+            torch.empty(shape, dtype=dtype, device=grad.device) if dtype.is_floating_point else None
+            for dtype, shape in ctx.kinds
+        ]
+        for received in grads:
+            if received is not None and received.numel():
+                dist.recv(received, src=ctx.target, group=ctx.group)
         return (grad, None, None, *grads)
 
 
@@ -151,41 +151,22 @@ class _Receive(torch.autograd.Function):
         ctx: Any, anchor: Tensor, count: int, source: int, group: Any
     ) -> tuple[Tensor, ...]:
         ctx.source, ctx.group, ctx.device = source, group, anchor.device
-        received = tuple(_receive(anchor.device, source, group) for _ in range(count))
+        kinds: list[Any] = [None] * count
+        dist.recv_object_list(kinds, source, group, anchor.device)
+        received = [torch.empty(shape, dtype=dtype, device=anchor.device) for dtype, shape in kinds]
+        for tensor in received:
+            if tensor.numel():
+                dist.recv(tensor, src=source, group=group)
         ctx.mark_non_differentiable(*(t for t in received if not t.is_floating_point()))
-        ctx.likes = [(t.shape, t.dtype) for t in received]
-        return received
+        ctx.kinds = kinds
+        return tuple(received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        for grad, (shape, dtype) in zip(grads, ctx.likes):
+        for grad, (dtype, shape) in zip(grads, ctx.kinds):
             if not dtype.is_floating_point or not shape.numel():
                 continue
             assert grad is not None  # torch fills in zeros
             dist.send(grad.to(dtype).reshape(shape).contiguous(), dst=ctx.source, group=ctx.group)
         return torch.zeros((), device=ctx.device), None, None, None
-
-
-#: The types that a tensor of a state may have; the header of a message holds the index.
-_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
-_MOST_DIMENSIONS = 8
-
-
-def _send(tensor: Tensor, target: int, group: Any) -> None:
-    """Sends a header of fixed size (type, number of dimensions, shape), then the tensor."""
-    header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    header += [0] * (_MOST_DIMENSIONS + 2 - len(header))
-    dist.send(torch.tensor(header, device=tensor.device), dst=target, group=group)
-    if tensor.numel():
-        dist.send(tensor.detach().contiguous(), dst=target, group=group)
-
-
-def _receive(device: torch.device, source: int, group: Any) -> Tensor:
-    header = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64, device=device)
-    dist.recv(header, src=source, group=group)
-    kind, dimensions, *shape = header.tolist()
-    tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[kind], device=device)
-    if tensor.numel():
-        dist.recv(tensor, src=source, group=group)
-    return tensor

@@ -20,7 +20,7 @@ import torch
 
 from ..data.shards import Corpus, TokenStream, open_corpus
 from ..data.tokenizer import TextTokenizer, load_tokenizer
-from ..files import locked, write_whole
+from ..files import locked, write_json
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
@@ -56,11 +56,6 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
     """
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(processes(recipe))
-
-        def hold() -> None:
-            """Keeps others out of the folder: two trainers would overwrite each other's files."""
-            stack.enter_context(locked(run))
-
         if resume:
             _check_unchanged(recipe, run)
         corpus = _open_data(recipe, "path", run if resume else None)
@@ -69,7 +64,8 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
             check_tensorboard()
         resumed = None
         if resume:
-            group.on_first(hold)
+            # Keeps others out: two trainers would overwrite each other's files.
+            group.on_first(lambda: stack.enter_context(locked(run)))
             resumed = _newest_checkpoint(recipe, run, corpus, group)
         elif run.exists() and not _is_empty(run):
             raise FileExistsError(
@@ -79,7 +75,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
         group.barrier()
         group.on_first(lambda: _set_up(recipe, run, corpus))
         if not resume:
-            group.on_first(hold)
+            group.on_first(lambda: stack.enter_context(locked(run)))
         stopped = trainer.run()
         # DDP holds on to the processes' connections: all processes let go of it before they end.
         del trainer
@@ -138,7 +134,7 @@ def _set_up(recipe: Recipe, run: Path, corpus: Corpus) -> None:
         run.mkdir(parents=True, exist_ok=True)
         for left in run.glob(f".{RECIPE}.*"):  # by a start that was interrupted
             left.unlink()
-        write_whole(run / RECIPE, (json.dumps(content, indent=1) + "\n").encode())
+        write_json(run / RECIPE, content)
         if not (run / TOKENIZER).exists():
             corpus.tokenizer().save(run)
     except OSError as error:
@@ -195,11 +191,8 @@ def _newest_checkpoint(
     """The checkpoint to resume from; None if the run was stopped before its first."""
     if not checkpoints.steps_in(run):
         return None
-
-    def verify() -> None:
-        checkpoints.open_checkpoint(run)
-
-    group.on_first(verify)  # one process reads every byte, and the others trust it
+    # One process reads every byte, and the others trust it.
+    group.on_first(lambda: checkpoints.open_checkpoint(run))
     found = checkpoints.open_checkpoint(run, verify=False)
     if found.content["data"] != corpus.fingerprint:
         raise ValueError(
