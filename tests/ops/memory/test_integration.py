@@ -90,13 +90,15 @@ def test_the_registered_operator_keeps_torchs_rules(mode, shared):
     def state(name):
         return case.tensors[name].float().mT.contiguous().mT.requires_grad_()
 
-    given = {"q": "q", "x1": "k", "t1": "alpha", "x2": "v", "log_decay1": "log_beta"}
+    given = {"q": "q", "x1": "k", "target1": "alpha", "x2": "v", "log_decay1": "log_beta"}
     given |= {"step_size1": "gamma"}
-    given |= {} if shared else {"t2": "alpha", "log_decay2": "log_beta2", "step_size2": "gamma2"}
+    given |= (
+        {} if shared else {"target2": "alpha", "log_decay2": "log_beta2", "step_size2": "gamma2"}
+    )
     tensors = {name: flipped(there) for name, there in given.items()}
-    tensors |= {"first": state("keys"), "second": state("values")}
+    tensors |= {"memory1": state("keys"), "memory2": state("values")}
     if mode == "stale":
-        tensors |= {"first_anchor": state("key_anchor"), "second_anchor": state("value_anchor")}
+        tensors |= {"anchor1": state("key_anchor"), "anchor2": state("value_anchor")}
         tensors |= {"offset": case.offset}
     count = 4 if mode == "stale" else 1
     options = f"phi1=silu phi2=silu f=ln_silu psi=identity transposed=1 minibatch={count}"
@@ -107,8 +109,8 @@ def test_the_registered_operator_keeps_torchs_rules(mode, shared):
 
 def test_an_option_that_the_kernel_does_not_know():
     case = problem(tokens=5)
-    given = {"q": "q", "x1": "k", "t1": "alpha", "x2": "v", "log_decay1": "log_beta"}
-    given |= {"step_size1": "gamma", "first": "keys", "second": "values"}
+    given = {"q": "q", "x1": "k", "target1": "alpha", "x2": "v", "log_decay1": "log_beta"}
+    given |= {"step_size1": "gamma", "memory1": "keys", "memory2": "values"}
     tensors = [case.tensors[name].float() for name in given.values()]
     for options in (
         "phi1=relu phi2=silu f=silu psi=identity transposed=1 minibatch=1",

@@ -28,11 +28,12 @@ SOURCE = build.Source(
     shared=("simd.h",),
 )
 
-#: What the passes read of the tokens: x and target (t) of each, and the gates. What both passes
-#: share is given once: t2, log_decay2 and step_size2 may be left out.
-INPUTS = ("q", "x1", "t1", "x2", "t2", "log_decay1", "step_size1", "log_decay2", "step_size2")
+#: What both passes read of the tokens. What they share is given once: target2, log_decay2 and
+#: step_size2 may be left out.
+PAIRS = ("x", "target", "log_decay", "step_size")
+INPUTS = ("q", *(f"{name}{i}" for i in (1, 2) for name in PAIRS))
 #: The memories of both passes. The anchors, and the offset, are given in stale mode only.
-STATES = ("first", "second", "first_anchor", "second_anchor")
+STATES = ("memory1", "memory2", "anchor1", "anchor2")
 
 #: The letter that stands for a type. The kernel computes on the first three.
 TYPES = {
@@ -83,30 +84,26 @@ def unfit(call: Call) -> str | None:
 def run(call: Call) -> tuple[Tensor, MemoryState]:
     """Both passes, with f between them and psi behind them."""
     keys, values = call.keys, call.values
-    start = keys.start
-    given = {
-        "q": call.q, "x1": keys.x, "t1": keys.target, "x2": values.x, "t2": values.target,
-        "log_decay1": keys.log_decay, "log_decay2": values.log_decay,
-        "step_size1": keys.step_size, "step_size2": values.step_size,
-        "first": start.memory, "second": values.start.memory,
-        "first_anchor": start.anchor, "second_anchor": values.start.anchor,
-        "offset": None if start.offset is None else start.offset.long(),
-        "cu_seqlens": call.cu_seqlens,
-    }  # fmt: skip
-    for name in ("t", "log_decay", "step_size"):
+    given: dict[str, Tensor | None] = {"q": call.q}
+    for i, one in ((1, keys), (2, values)):
+        given |= {f"{name}{i}": tensor for name, tensor in zip(PAIRS, one[:4])}
+        given |= {f"memory{i}": one.start.memory, f"anchor{i}": one.start.anchor}
+    for name in PAIRS[1:]:
         if given[f"{name}2"] is given[f"{name}1"]:
             given[f"{name}2"] = None
+    offset = keys.start.offset
+    given |= {"offset": None if offset is None else offset.long(), "cu_seqlens": call.cu_seqlens}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     options = (
         f"phi1={keys.phi} phi2={values.phi} f={call.f} psi={call.psi} "
         f"transposed={int(values.transposed)} minibatch={call.minibatch}"
     )
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    y, first, second, *rest = memory(list(tensors.values()), " ".join(tensors), options, graded)
-    if start.offset is None:
-        return y, MemoryState(first, second)
-    offset = start.moved_on(call.read, call.minibatch)
-    return y, MemoryState(first, second, rest[0], rest[1], offset)
+    y, *final = memory(list(tensors.values()), " ".join(tensors), options, graded)
+    if offset is None:
+        return y, MemoryState(final[0], final[1])
+    offset = keys.start.moved_on(call.read, call.minibatch)
+    return y, MemoryState(final[0], final[1], final[2], final[3], offset)
 
 
 @torch.library.custom_op("trellis::memory", mutates_args=(), device_types="cpu")
@@ -126,16 +123,17 @@ def memory(tensors: list[Tensor], names: str, options: str, save: bool) -> list[
 def _results(tensors: list[Tensor], names: str, options: str, save: bool) -> list[Tensor]:
     """Unfilled. The sizes depend on shapes alone, as tracing needs it."""
     given, chosen = dict(zip(names.split(), tensors)), _parsed(options)
-    x1, t1, x2, first = (given[name] for name in ("x1", "t1", "x2", "first"))
-    t2 = given.get("t2", t1)
-    y = given["q"].new_empty(*x2.shape[:3], (x2 if chosen["transposed"] == "1" else t2).shape[3])
-    made = [y, *(first.new_empty(given[name].shape) for name in STATES if name in given)]
+    x1, x2, target1, memory1 = (given[name] for name in ("x1", "x2", "target1", "memory1"))
+    target2 = given.get("target2", target1)
+    y_dim = (x2 if chosen["transposed"] == "1" else target2).shape[3]
+    made = [given["q"].new_empty(*x2.shape[:3], y_dim)]
+    made += [memory1.new_empty(given[name].shape) for name in STATES if name in given]
     if save:
         places = x1.shape[0] * x1.shape[1] // kernel().trellis_segment(int(chosen["minibatch"]))
-        places += 2 * first.shape[0] + 1  # at least as many as all sequences have segments
+        places += 2 * memory1.shape[0] + 1  # at least as many as all sequences have segments
         saved = kernel().trellis_saved
-        size = saved(x1.shape[3], t1.shape[3]) + saved(x2.shape[3], t2.shape[3])
-        made.append(first.new_empty(places, x1.shape[2], size))
+        size = saved(x1.shape[3], target1.shape[3]) + saved(x2.shape[3], target2.shape[3])
+        made.append(memory1.new_empty(places, x1.shape[2], size))
     return made
 
 

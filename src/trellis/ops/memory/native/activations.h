@@ -31,13 +31,9 @@ struct Mask {
   }
 };
 
+// Functions of single entries: their values and first two derivatives.
 struct Silu {
-  INLINE void first(vf z, vf& value, vf& slope) {
-    const vf s = vsigmoid(z);
-    value = z * s;
-    slope = s + value * (1.f - s);
-  }
-  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
+  INLINE void at(vf z, vf& value, vf& slope, vf& curvature) {
     const vf s = vsigmoid(z), rest = 1.f - s;
     value = z * s;
     slope = s + value * rest;
@@ -46,13 +42,7 @@ struct Silu {
 };
 
 struct Gelu {
-  INLINE void first(vf z, vf& value, vf& slope) {
-    vf density;
-    const vf below = vnormal(z, density);
-    value = z * below;
-    slope = below + z * density;
-  }
-  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
+  INLINE void at(vf z, vf& value, vf& slope, vf& curvature) {
     vf density;
     const vf below = vnormal(z, density);
     value = z * below;
@@ -62,26 +52,32 @@ struct Gelu {
 };
 
 struct Tanh {
-  INLINE void first(vf z, vf& value, vf& slope) {
+  INLINE void at(vf z, vf& value, vf& slope, vf& curvature) {
     value = vtanh(z);
     slope = 1.f - value * value;
-  }
-  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
-    first(z, value, slope);
     curvature = -2.f * value * slope;
   }
 };
 
 struct Identity {
-  INLINE void first(vf z, vf& value, vf& slope) {
+  INLINE void at(vf z, vf& value, vf& slope, vf& curvature) {
     value = z;
     slope = splat(1.f);
-  }
-  INLINE void second(vf z, vf& value, vf& slope, vf& curvature) {
-    first(z, value, slope);
     curvature = vf{};
   }
 };
+
+// use(F{}) for the function of single entries that `act` names; false if it names another.
+template <class Use>
+INLINE bool elementwise(int act, Use use) {
+  switch (act) {
+    case IDENTITY: use(Identity{}); return true;
+    case SILU: use(Silu{}); return true;
+    case GELU: use(Gelu{}); return true;
+    case TANH: use(Tanh{}); return true;
+    default: return false;
+  }
+}
 
 INLINE float dot(const float* a, const float* b, int np) {
   vf total{};
@@ -124,19 +120,19 @@ static inline void normalise_jacobian(
 }
 
 template <class F>
-INLINE void value_of(const float* z, float* out, int np) {
+INLINE void value_of(F, const float* z, float* out, int np) {
   for (int i = 0; i < np; i += VL) {
-    vf value, slope;
-    F::first(load(z + i), value, slope);
+    vf value, slope, curvature;
+    F::at(load(z + i), value, slope, curvature);
     store(out + i, value);
   }
 }
 
 template <class F>
-INLINE void slope_times(const float* z, const float* g, float* out, int np) {
+INLINE void slope_times(F, const float* z, const float* g, float* out, int np) {
   for (int i = 0; i < np; i += VL) {
-    vf value, slope;
-    F::first(load(z + i), value, slope);
+    vf value, slope, curvature;
+    F::at(load(z + i), value, slope, curvature);
     store(out + i, slope * load(g + i));
   }
 }
@@ -144,16 +140,13 @@ INLINE void slope_times(const float* z, const float* g, float* out, int np) {
 // out = act(z). `out` may be `z`.
 static __attribute__((noinline)) void activate(int act, const float* z, float* out, Width w) {
   alignas(64) float inner[WIDEST];
+  if (elementwise(act, [&](auto f) { value_of(f, z, out, w.np); })) return;
   switch (act) {
-    case IDENTITY: if (out != z) std::memcpy(out, z, 4 * w.np); break;
-    case SILU: value_of<Silu>(z, out, w.np); break;
-    case GELU: value_of<Gelu>(z, out, w.np); break;
-    case TANH: value_of<Tanh>(z, out, w.np); break;
-    case LAYERNORM: normalise(z, out, w, true); break;
-    case L2NORM: normalise(z, out, w, false); break;
+    case LAYERNORM:
+    case L2NORM: normalise(z, out, w, act == LAYERNORM); break;
     case LN_SILU:
     case L2_SILU:
-      value_of<Silu>(z, inner, w.np);
+      value_of(Silu{}, z, inner, w.np);
       normalise(inner, out, w, act == LN_SILU);
       break;
     case SOFTMAX: {
@@ -175,11 +168,8 @@ static __attribute__((noinline)) void activate(int act, const float* z, float* o
 static __attribute__((noinline)) void pull_back(
     int act, const float* z, const float* g, float* out, Width w) {
   alignas(64) float inner[WIDEST], normal[WIDEST];
+  if (elementwise(act, [&](auto f) { slope_times(f, z, g, out, w.np); })) return;
   switch (act) {
-    case IDENTITY: if (out != g) std::memcpy(out, g, 4 * w.np); break;
-    case SILU: slope_times<Silu>(z, g, out, w.np); break;
-    case GELU: slope_times<Gelu>(z, g, out, w.np); break;
-    case TANH: slope_times<Tanh>(z, g, out, w.np); break;
     case LAYERNORM:
     case L2NORM: {
       const float scale = normalise(z, normal, w, act == LAYERNORM);
@@ -188,10 +178,10 @@ static __attribute__((noinline)) void pull_back(
     }
     case LN_SILU:
     case L2_SILU: {
-      value_of<Silu>(z, inner, w.np);
+      value_of(Silu{}, z, inner, w.np);
       const float scale = normalise(inner, normal, w, act == LN_SILU);
       normalise_jacobian(normal, scale, g, inner, w, act == LN_SILU);
-      slope_times<Silu>(z, inner, out, w.np);
+      slope_times(Silu{}, z, inner, out, w.np);
       break;
     }
     case SOFTMAX: {
@@ -199,16 +189,6 @@ static __attribute__((noinline)) void pull_back(
       const float along = dot(inner, g, w.np);
       for (int i = 0; i < w.np; i += VL) store(out + i, load(inner + i) * (load(g + i) - along));
     }
-  }
-}
-
-template <class F>
-INLINE void gradient_of(
-    const float* z, const float* target, float* u, int np) {
-  for (int i = 0; i < np; i += VL) {
-    vf value, slope;
-    F::first(load(z + i), value, slope);
-    store(u + i, slope * (value - load(target + i)));
   }
 }
 
@@ -222,25 +202,14 @@ static __attribute__((noinline)) void general_gradient(
 
 // u = J(z)^T (phi(z) - target): the gradient that the memory steps along.
 INLINE void gradient(int phi, const float* z, const float* target, float* u, Width w) {
-  switch (phi) {
-    case IDENTITY: gradient_of<Identity>(z, target, u, w.np); break;
-    case SILU: gradient_of<Silu>(z, target, u, w.np); break;
-    case GELU: gradient_of<Gelu>(z, target, u, w.np); break;
-    case TANH: gradient_of<Tanh>(z, target, u, w.np); break;
-    default: general_gradient(phi, z, target, u, w);
-  }
-}
-
-template <class F>
-INLINE void tangent_of(
-    const float* z, const float* target, const float* v, float* change, float* moved, int np) {
-  for (int i = 0; i < np; i += VL) {
-    vf value, slope, curvature;
-    F::second(load(z + i), value, slope, curvature);
-    const vf along = slope * load(v + i);
-    store(change + i, curvature * (value - load(target + i)) * load(v + i) + slope * along);
-    store(moved + i, along);
-  }
+  const bool done = elementwise(phi, [&](auto f) {
+    for (int i = 0; i < w.np; i += VL) {
+      vf value, slope, curvature;
+      f.at(load(z + i), value, slope, curvature);
+      store(u + i, slope * (value - load(target + i)));
+    }
+  });
+  if (!done) general_gradient(phi, z, target, u, w);
 }
 
 static __attribute__((noinline)) void normalise_tangent(
@@ -264,13 +233,13 @@ static __attribute__((noinline)) void normalise_tangent(
 static __attribute__((noinline)) void ln_silu_tangent(
     const float* z, const float* target, const float* v, float* change, float* moved, Width w) {
   alignas(64) float inner[WIDEST], direction[WIDEST], outer[WIDEST], twist[WIDEST];
-  value_of<Silu>(z, inner, w.np);
-  slope_times<Silu>(z, v, direction, w.np);
+  value_of(Silu{}, z, inner, w.np);
+  slope_times(Silu{}, z, v, direction, w.np);
   normalise_tangent(inner, target, direction, outer, moved, w, true);
   general_gradient(LAYERNORM, inner, target, twist, w);
   for (int i = 0; i < w.np; i += VL) {
     vf value, slope, curvature;
-    Silu::second(load(z + i), value, slope, curvature);
+    Silu::at(load(z + i), value, slope, curvature);
     store(change + i, curvature * load(v + i) * load(twist + i) + slope * load(outer + i));
   }
 }
@@ -279,13 +248,18 @@ static __attribute__((noinline)) void ln_silu_tangent(
 INLINE void tangent(
     int phi, const float* z, const float* target, const float* v, float* change, float* moved,
     Width w) {
-  switch (phi) {
-    case IDENTITY: tangent_of<Identity>(z, target, v, change, moved, w.np); break;
-    case SILU: tangent_of<Silu>(z, target, v, change, moved, w.np); break;
-    case GELU: tangent_of<Gelu>(z, target, v, change, moved, w.np); break;
-    case TANH: tangent_of<Tanh>(z, target, v, change, moved, w.np); break;
-    case LAYERNORM:
-    case L2NORM: normalise_tangent(z, target, v, change, moved, w, phi == LAYERNORM); break;
-    default: ln_silu_tangent(z, target, v, change, moved, w);
-  }
+  const bool done = elementwise(phi, [&](auto f) {
+    for (int i = 0; i < w.np; i += VL) {
+      vf value, slope, curvature;
+      f.at(load(z + i), value, slope, curvature);
+      const vf along = slope * load(v + i);
+      store(change + i, curvature * (value - load(target + i)) * load(v + i) + slope * along);
+      store(moved + i, along);
+    }
+  });
+  if (done) return;
+  if (phi == LN_SILU)
+    ln_silu_tangent(z, target, v, change, moved, w);
+  else
+    normalise_tangent(z, target, v, change, moved, w, phi == LAYERNORM);
 }

@@ -1,6 +1,7 @@
 // A call as Python makes it: its options, its tensors, and their rows in fp32.
 #pragma once
 #include <algorithm>
+#include <string>
 #include <vector>
 #include "activations.h"
 
@@ -26,23 +27,17 @@ struct Call {
   std::string_view options, names;
   const Tensor* tensors;
 
-  Tensor tensor(std::string_view prefix, std::string_view name) const {
+  Tensor tensor(const std::string& name) const {
     const Tensor* found = tensors;
-    for (std::string_view rest = names; !rest.empty(); found++) {
-      const std::string_view word = next(rest);
-      if (word.size() == prefix.size() + name.size() && word.substr(0, prefix.size()) == prefix &&
-          word.substr(prefix.size()) == name)
-        return *found;
-    }
+    for (std::string_view rest = names; !rest.empty(); found++)
+      if (next(rest) == name) return *found;
     return {};
   }
 
   std::string_view option(std::string_view name) const {
     for (std::string_view rest = options; !rest.empty();) {
       const std::string_view word = next(rest);
-      if (word.size() > name.size() && word[name.size()] == '=' &&
-          word.substr(0, name.size()) == name)
-        return word.substr(name.size() + 1);
+      if (word.substr(0, word.find('=')) == name) return word.substr(name.size() + 1);
     }
     throw std::invalid_argument("an option is missing");
   }
@@ -194,62 +189,62 @@ struct Sequence {
   int64_t batch, token, length, offset, saved;  // saved: its first place among the saved memories
 };
 
-// [N, H, m, d] each; the anchors in stale mode only.
+// The memories of both passes, [N, H, m, d] each; the anchors in stale mode only.
 struct State {
-  float *first, *second, *first_anchor, *second_anchor;
-  State(const Call& call, std::string_view prefix)
-      : first(call.tensor(prefix, "first").floats()),
-        second(call.tensor(prefix, "second").floats()),
-        first_anchor(call.tensor(prefix, "first_anchor").floats()),
-        second_anchor(call.tensor(prefix, "second_anchor").floats()) {}
+  float *memory[2], *anchor[2];
+  State(const Call& call, const std::string& prefix) {
+    for (int i = 0; i < 2; i++) {
+      memory[i] = call.tensor(prefix + "memory" + "12"[i]).floats();
+      anchor[i] = call.tensor(prefix + "anchor" + "12"[i]).floats();
+    }
+  }
 };
 
-// What the passes read of every token; with the prefix "d" their gradients.
+// What both passes read of every token; with the prefix "d" their gradients.
 struct Inputs {
-  Tensor q, x1, t1, x2, t2, log_decay1, step_size1, log_decay2, step_size2;
-  Inputs(const Call& call, std::string_view prefix)
-      : q(call.tensor(prefix, "q")), x1(call.tensor(prefix, "x1")), t1(call.tensor(prefix, "t1")),
-        x2(call.tensor(prefix, "x2")), t2(call.tensor(prefix, "t2")),
-        log_decay1(call.tensor(prefix, "log_decay1")),
-        step_size1(call.tensor(prefix, "step_size1")),
-        log_decay2(call.tensor(prefix, "log_decay2")),
-        step_size2(call.tensor(prefix, "step_size2")) {}
+  Tensor q, x[2], target[2], log_decay[2], step_size[2];
+  Inputs(const Call& call, const std::string& prefix) : q(call.tensor(prefix + "q")) {
+    for (int i = 0; i < 2; i++) {
+      x[i] = call.tensor(prefix + "x" + "12"[i]);
+      target[i] = call.tensor(prefix + "target" + "12"[i]);
+      log_decay[i] = call.tensor(prefix + "log_decay" + "12"[i]);
+      step_size[i] = call.tensor(prefix + "step_size" + "12"[i]);
+    }
+  }
 };
 
 struct Problem {
-  Inputs in, grad;          // grad: in the backward
-  Tensor y;                 // dy in the backward
-  State start, final;       // in the backward: gradients of the start, gradients of the final state
-  State origin;             // the state that the forward started from
-  Tensor saved;             // memories for the backward; if not given, nothing is saved
+  Inputs in, grad;        // grad: in the backward
+  Tensor y;               // dy in the backward
+  State start, final;     // in the backward: gradients of the start, gradients of the final state
+  State origin;           // the state that the forward started from
+  Tensor saved;           // memories for the backward; if not given, nothing is saved
   int64_t heads, threads;
-  int64_t d1, m1, d2, m2;   // sizes of x and target in each pass
-  int phi1, phi2, f, psi;
-  bool transposed;          // the value pass reads with the transpose
-  int64_t minibatch;        // 1: exact
-  int64_t segment;          // tokens between saved memories, a multiple of the minibatch
-  bool shared_target;       // both passes have the same target: its gradients are added up
+  int d[2], m[2];         // sizes of x and target in each pass
+  int phi[2], f, psi;
+  bool transposed;        // the value pass reads with the transpose
+  int64_t minibatch;      // 1: exact
+  int64_t segment;        // tokens between saved memories, a multiple of the minibatch
+  bool shared_target;     // both passes have the same target: its gradients are added up
   std::vector<Sequence> sequence;
-  int64_t places = 0;       // of saved memories
+  int64_t places = 0;     // of saved memories
 
   Problem(const Call& call, int64_t threads, bool forwards)
-      : in(call, ""), grad(call, "d"), y(call.tensor("", forwards ? "y" : "dy")),
+      : in(call, ""), grad(call, "d"), y(call.tensor(forwards ? "y" : "dy")),
         start(call, forwards ? "" : "d"), final(call, forwards ? "final_" : "dfinal_"),
-        origin(call, ""), saved(call.tensor("", "saved")), heads(in.x1.size[2]), threads(threads),
-        d1(in.x1.size[3]), m1(in.t1.size[3]), d2(in.x2.size[3]),
-        phi1(activation(call.option("phi1"))), phi2(activation(call.option("phi2"))),
+        origin(call, ""), saved(call.tensor("saved")), heads(in.x[0].size[2]), threads(threads),
+        phi{activation(call.option("phi1")), activation(call.option("phi2"))},
         f(activation(call.option("f"))), psi(activation(call.option("psi"))),
         transposed(call.number("transposed")), minibatch(call.number("minibatch")),
-        segment(segment_tokens(minibatch)), shared_target(!in.t2.given()) {
+        segment(segment_tokens(minibatch)), shared_target(!in.target[1].given()) {
     // What both passes share is given once.
-    if (shared_target) in.t2 = in.t1;
-    if (!in.log_decay2.given()) in.log_decay2 = in.log_decay1;
-    if (!in.step_size2.given()) in.step_size2 = in.step_size1;
-    m2 = in.t2.size[3];
-    const Tensor bounds = call.tensor("", "cu_seqlens"), offset = call.tensor("", "offset");
-    const int64_t count = bounds.given() ? bounds.size[0] - 1 : in.x1.size[0];
+    for (Tensor* pair : {in.target, in.log_decay, in.step_size})
+      if (!pair[1].given()) pair[1] = pair[0];
+    for (int i = 0; i < 2; i++) d[i] = in.x[i].size[3], m[i] = in.target[i].size[3];
+    const Tensor bounds = call.tensor("cu_seqlens"), offset = call.tensor("offset");
+    const int64_t count = bounds.given() ? bounds.size[0] - 1 : in.x[0].size[0];
     for (int64_t n = 0; n < count; n++) {
-      Sequence s = {n, 0, in.x1.size[1], offset.given() ? offset.integer(n) : 0, places};
+      Sequence s = {n, 0, in.x[0].size[1], offset.given() ? offset.integer(n) : 0, places};
       if (bounds.given())
         s.batch = 0, s.token = bounds.integer(n), s.length = bounds.integer(n + 1) - s.token;
       if (s.length) places += (s.offset + s.length + segment - 1) / segment;
@@ -258,4 +253,5 @@ struct Problem {
   }
 
   int64_t sequences() const { return sequence.size(); }
+  int y_dim() const { return transposed ? d[1] : m[1]; }
 };

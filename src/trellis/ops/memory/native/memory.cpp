@@ -42,46 +42,44 @@ constexpr int64_t TURN = 64;
 template <int S>
 struct Runner {
   const Problem& p;
+  Mask mask1, mask2, mask_y;
   Pass<S, S> one, two;
-  Mask mask1, mask2, mask_d2;
   Plan plan;
   bool stale;
+  size_t size[2];  // of the memories
 
   explicit Runner(const Problem& p)
-      : p(p), mask1(p.m1), mask2(p.m2), mask_d2(p.d2), plan{p.minibatch, p.segment},
-        stale(p.minibatch > 1) {
-    one = {padded(p.d1), padded(p.m1), int(p.phi1), {int(p.m1), padded(p.m1), mask1.on}, stale};
-    two = {padded(p.d2), padded(p.m2), int(p.phi2), {int(p.m2), padded(p.m2), mask2.on}, stale};
-  }
+      : p(p), mask1(p.m[0]), mask2(p.m[1]), mask_y(p.y_dim()), one(pass(0, mask1)),
+        two(pass(1, mask2)), plan{p.minibatch, p.segment}, stale(p.minibatch > 1),
+        size{size_t(one.D()) * one.M(), size_t(two.D()) * two.M()} {}
 
-  size_t memory1() const { return size_t(one.D()) * one.M(); }
-  size_t memory2() const { return size_t(two.D()) * two.M(); }
-  int y_width() const { return p.transposed ? p.d2 : p.m2; }
+  Pass<S, S> pass(int i, const Mask& mask) const {
+    const int d = padded(p.d[i]), m = padded(p.m[i]);
+    return {d, m, p.phi[i], {p.m[i], m, mask.on}, p.minibatch > 1};
+  }
+  size_t both() const { return size[0] + size[1]; }
   int y_padded() const { return p.transposed ? two.D() : two.M(); }
-  Width y_shape() const {
-    return {y_width(), y_padded(), p.transposed ? mask_d2.on : mask2.on};
-  }
+  Width y_shape() const { return {p.y_dim(), y_padded(), mask_y.on}; }
   int widest() const { return std::max({one.D(), one.M(), two.D(), two.M()}); }
-
-  float* of(float* state, int64_t n, int64_t h, int64_t m, int64_t d) const {
-    return state + (n * p.heads + h) * m * d;
-  }
 
   void read_inputs(
       Chunk& a, Chunk& b, float* q, const Sequence& s, int64_t h, int64_t at, int count) const {
     const int64_t token = s.token + at - s.offset;
-    read_rows(p.in.q, s.batch, token, h, count, q, p.d1, one.D());
-    read_rows(p.in.x1, s.batch, token, h, count, a.x, p.d1, one.D());
-    read_rows(p.in.t1, s.batch, token, h, count, a.target, p.m1, one.M());
-    read_rows(p.in.x2, s.batch, token, h, count, b.x, p.d2, two.D());
+    auto rows = [&](const Tensor& x, float* out, int n) {
+      read_rows(x, s.batch, token, h, count, out, n, padded(n));
+    };
+    rows(p.in.q, q, p.d[0]);
+    rows(p.in.x[0], a.x, p.d[0]), rows(p.in.x[1], b.x, p.d[1]);
+    rows(p.in.target[0], a.target, p.m[0]);
     if (p.shared_target)
       std::memcpy(b.target, a.target, 4 * C * one.M());
     else
-      read_rows(p.in.t2, s.batch, token, h, count, b.target, p.m2, two.M());
-    read_gate(p.in.log_decay1, s.batch, token, h, count, a.log_decay);
-    read_gate(p.in.step_size1, s.batch, token, h, count, a.step_size);
-    read_gate(p.in.log_decay2, s.batch, token, h, count, b.log_decay);
-    read_gate(p.in.step_size2, s.batch, token, h, count, b.step_size);
+      rows(p.in.target[1], b.target, p.m[1]);
+    for (int i = 0; i < 2; i++) {
+      Chunk& c = i ? b : a;
+      read_gate(p.in.log_decay[i], s.batch, token, h, count, c.log_decay);
+      read_gate(p.in.step_size[i], s.batch, token, h, count, c.step_size);
+    }
   }
 
   // The chunk to be read next. Its rows are asked for one by one during the substitution, which
@@ -97,11 +95,12 @@ struct Runner {
 
   void prefetch(const Ahead& next, int t) const {
     if (t >= next.count) return;
-    prefetch_rows(p.in.q, next.batch, next.token + t, next.h, 1, p.d1);
-    prefetch_rows(p.in.x1, next.batch, next.token + t, next.h, 1, p.d1);
-    prefetch_rows(p.in.t1, next.batch, next.token + t, next.h, 1, p.m1);
-    prefetch_rows(p.in.x2, next.batch, next.token + t, next.h, 1, p.d2);
-    if (!p.shared_target) prefetch_rows(p.in.t2, next.batch, next.token + t, next.h, 1, p.m2);
+    auto row = [&](const Tensor& x, int n) {
+      prefetch_rows(x, next.batch, next.token + t, next.h, 1, n);
+    };
+    row(p.in.q, p.d[0]), row(p.in.x[0], p.d[0]), row(p.in.target[0], p.m[0]);
+    row(p.in.x[1], p.d[1]);
+    if (!p.shared_target) row(p.in.target[1], p.m[1]);
   }
 
   // The writes of both passes. Their substitutions do not depend on each other, so they run side
@@ -116,44 +115,49 @@ struct Runner {
     }
   }
 
-  // What a head keeps between its turns.
+  // What a head keeps between its turns, for both passes.
   struct Head {
     int64_t h, at;
-    float *first, *second;                // memories; in the backward their gradients
-    float *first_anchor, *second_anchor;  // stale mode; in the backward their gradients
-    float *origin_anchor1, *origin_anchor2;  // backward: the anchors that the sequence started with
+    float* memory[2];  // in the backward: its gradient
+    float* anchor[2];  // stale mode; in the backward: its gradient
+    float* origin[2];  // backward of stale mode: the anchor that the sequence started with
   };
 
-  size_t head_floats(bool forwards) const {
-    return (memory1() + memory2()) * (stale ? (forwards ? 2 : 3) : 1);
-  }
+  size_t head_floats(bool forwards) const { return both() * (stale ? (forwards ? 2 : 3) : 1); }
 
   float* carve(Head& head, float* space) const {
-    auto take = [&](size_t count) { float* q = space; space += count; return q; };
-    head.first = take(memory1()), head.second = take(memory2());
-    if (stale) head.first_anchor = take(memory1()), head.second_anchor = take(memory2());
+    for (int i = 0; i < 2; i++) {
+      head.memory[i] = space, space += size[i];
+      if (stale) head.anchor[i] = space, space += size[i];
+    }
     return space;
   }
 
-  void load_state(const State& state, int64_t n, Head& head) const {
-    const int64_t h = head.h;
-    read_state(of(state.first, n, h, p.m1, p.d1), head.first, p.m1, p.d1, one.M(), one.D());
-    read_state(of(state.second, n, h, p.m2, p.d2), head.second, p.m2, p.d2, two.M(), two.D());
-    if (stale) load_anchors(state, n, h, head.first_anchor, head.second_anchor);
+  float* of(float* state, int64_t n, int64_t h, int i) const {
+    return state + (n * p.heads + h) * p.m[i] * p.d[i];
   }
 
-  void load_anchors(const State& state, int64_t n, int64_t h, float* first, float* second) const {
-    read_state(of(state.first_anchor, n, h, p.m1, p.d1), first, p.m1, p.d1, one.M(), one.D());
-    read_state(of(state.second_anchor, n, h, p.m2, p.d2), second, p.m2, p.d2, two.M(), two.D());
+  void load_memory(float* state, int64_t n, int64_t h, int i, float* out) const {
+    read_state(of(state, n, h, i), out, p.m[i], p.d[i], padded(p.m[i]), padded(p.d[i]));
+  }
+
+  void load_state(const State& state, int64_t n, Head& head) const {
+    for (int i = 0; i < 2; i++) {
+      load_memory(state.memory[i], n, head.h, i, head.memory[i]);
+      if (stale) load_memory(state.anchor[i], n, head.h, i, head.anchor[i]);
+    }
   }
 
   void store_state(const State& state, int64_t n, const Head& head) const {
-    const int64_t h = head.h;
-    write_state(of(state.first, n, h, p.m1, p.d1), head.first, p.m1, p.d1, one.M());
-    write_state(of(state.second, n, h, p.m2, p.d2), head.second, p.m2, p.d2, two.M());
-    if (!stale) return;
-    write_state(of(state.first_anchor, n, h, p.m1, p.d1), head.first_anchor, p.m1, p.d1, one.M());
-    write_state(of(state.second_anchor, n, h, p.m2, p.d2), head.second_anchor, p.m2, p.d2, two.M());
+    for (int i = 0; i < 2; i++) {
+      const int m = p.m[i], d = p.d[i];
+      write_state(of(state.memory[i], n, head.h, i), head.memory[i], m, d, padded(m));
+      if (stale) write_state(of(state.anchor[i], n, head.h, i), head.anchor[i], m, d, padded(m));
+    }
+  }
+
+  void set_anchors(const Head& head) const {
+    for (int i = 0; i < 2; i++) std::memcpy(head.anchor[i], head.memory[i], 4 * size[i]);
   }
 
   size_t forward_floats(int64_t heads) const {
@@ -180,10 +184,7 @@ struct Runner {
       }
     for (auto& head : heads) {
       // Between two mini-batches the anchor is the memory.
-      if (stale && plan.starts_minibatch(last)) {
-        std::memcpy(head.first_anchor, head.first, 4 * memory1());
-        std::memcpy(head.second_anchor, head.second, 4 * memory2());
-      }
+      if (stale && plan.starts_minibatch(last)) set_anchors(head);
       store_state(p.final, n, head);
     }
   }
@@ -197,27 +198,23 @@ struct Runner {
     float *q = take(C * widest()), *yhat = take(C * widest()), *qm = take(C * widest());
     float *y = take(C * widest()), *lanes = take(C * widest()), *lanes2 = take(C * widest());
     float *scratch = take(C * widest()), *scores = take(C * C);
-    a.memory = head.first, b.memory = head.second;
+    a.memory = head.memory[0], b.memory = head.memory[1];
     a.u = a.z, b.u = b.z;  // of no use here once they are written
-    a.anchor = head.first_anchor, b.anchor = head.second_anchor;
+    a.anchor = head.anchor[0], b.anchor = head.anchor[1];
     const int64_t h = head.h;
-    const size_t both = memory1() + memory2();
 
     for (int64_t end; head.at < until; head.at = end) {
       const int64_t at = head.at;
       end = plan.end_of_chunk(at, last);
       const int count = end - at;
       if (p.saved.given() && (at == s.offset || at % plan.segment == 0)) {
-        float* place = p.saved.floats() + ((s.saved + at / plan.segment) * p.heads + h) * both;
-        std::memcpy(place, a.memory, 4 * memory1());
-        std::memcpy(place + memory1(), b.memory, 4 * memory2());
+        float* place = p.saved.floats() + ((s.saved + at / plan.segment) * p.heads + h) * both();
+        std::memcpy(place, a.memory, 4 * size[0]);
+        std::memcpy(place + size[0], b.memory, 4 * size[1]);
       }
-      if (stale && plan.starts_minibatch(at)) {
-        std::memcpy(head.first_anchor, a.memory, 4 * memory1());
-        std::memcpy(head.second_anchor, b.memory, 4 * memory2());
-      }
+      if (stale && plan.starts_minibatch(at)) set_anchors(head);
       read_inputs(a, b, q, s, h, at, count);
-      prefetch_rows<true>(p.y, s.batch, s.token + at - s.offset, h, count, y_width());
+      prefetch_rows<true>(p.y, s.batch, s.token + at - s.offset, h, count, p.y_dim());
       write(a, b, end < until ? ahead(s, h, end, until) : ahead(s, next.h, next.at, last));
       const int broken1 = one.contain(a), broken2 = two.contain(b);
       one.read(a, q, yhat, qm, scores);
@@ -232,11 +229,11 @@ struct Runner {
           activate(p.psi, y + t * y_padded(), y + t * y_padded(), y_shape());
       const int broken = std::min(broken1, broken2);
       for (int i = broken * y_padded(); i < C * y_padded(); i++) y[i] = NAN;
-      write_rows(p.y, s.batch, s.token + at - s.offset, h, count, y, y_width(), y_padded());
+      write_rows(p.y, s.batch, s.token + at - s.offset, h, count, y, p.y_dim(), y_padded());
       one.next(a, a.memory, scratch);
       two.next(b, b.memory, scratch);
-      if (broken1 < C) std::fill_n(a.memory, memory1(), NAN);
-      if (broken2 < C) std::fill_n(b.memory, memory2(), NAN);
+      if (broken1 < C) std::fill_n(a.memory, size[0], NAN);
+      if (broken2 < C) std::fill_n(b.memory, size[1], NAN);
     }
   }
 
@@ -264,9 +261,10 @@ struct Runner {
       space = carve(head, space);
       load_state(p.final, n, head);
       if (!stale) continue;
-      head.origin_anchor1 = space, head.origin_anchor2 = space + memory1();
-      space += memory1() + memory2();
-      load_anchors(p.origin, n, head.h, head.origin_anchor1, head.origin_anchor2);
+      for (int i = 0; i < 2; i++) {
+        head.origin[i] = space, space += size[i];
+        load_memory(p.origin.anchor[i], n, head.h, i, head.origin[i]);
+      }
       if (plan.starts_minibatch(last)) move_anchors(head);
     }
     const int64_t segments = s.length ? (last + plan.segment - 1) / plan.segment : 0;
@@ -295,19 +293,19 @@ struct Runner {
     float *lanes = take(C * widest()), *lanes2 = take(C * widest());
     float *scores = take(C * C), *scores2 = take(C * C), *gates = take(4 * C);
     float *dstep1 = gates, *dstep2 = gates + C, *ddecay1 = gates + 2 * C, *ddecay2 = gates + 3 * C;
-    float *d1 = head.first, *d2 = head.second;  // gradients of the memories behind the chunk
+    float *d1 = head.memory[0], *d2 = head.memory[1];  // gradients of the memories behind the chunk
 
     const int64_t h = head.h, last = s.offset + s.length;
     const int64_t stop = std::min((g + 1) * plan.segment, last);
-    const float* place = p.saved.floats() + ((s.saved + g) * p.heads + h) * (memory1() + memory2());
+    const float* place = p.saved.floats() + ((s.saved + g) * p.heads + h) * both();
     int chunks = 0;
     for (int64_t at = std::max(g * plan.segment, s.offset), end; at < stop; at = end, chunks++) {
       end = plan.end_of_chunk(at, last);
       Chunk &a = as[chunks], &b = bs[chunks];
       ats[chunks] = at;
       if (chunks == 0) {
-        std::memcpy(a.memory, place, 4 * memory1());
-        std::memcpy(b.memory, place + memory1(), 4 * memory2());
+        std::memcpy(a.memory, place, 4 * size[0]);
+        std::memcpy(b.memory, place + size[0], 4 * size[1]);
       } else {
         one.next(as[chunks - 1], a.memory, rows);
         two.next(bs[chunks - 1], b.memory, rows);
@@ -315,7 +313,7 @@ struct Runner {
       if (plan.starts_minibatch(at))
         a.anchor = a.memory, b.anchor = b.memory;
       else if (at == s.offset)
-        a.anchor = head.origin_anchor1, b.anchor = head.origin_anchor2;
+        a.anchor = head.origin[0], b.anchor = head.origin[1];
       else
         a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
       read_inputs(a, b, qs[chunks], s, h, at, end - at);
@@ -326,12 +324,13 @@ struct Runner {
       const float* q = qs[i];
       const int64_t token = s.token + ats[i] - s.offset;
       const int count = plan.end_of_chunk(ats[i], last) - ats[i];
-      read_rows(p.y, s.batch, token, h, count, dy, y_width(), y_padded());
-      if (i > 0) prefetch_rows(p.y, s.batch, token - C, h, C, y_width());
-      prefetch_rows<true>(p.grad.q, s.batch, token, h, count, p.d1);
-      prefetch_rows<true>(p.grad.x1, s.batch, token, h, count, p.d1);
-      prefetch_rows<true>(p.grad.x2, s.batch, token, h, count, p.d2);
-      prefetch_rows<true>(p.grad.t1, s.batch, token, h, count, p.m1);
+      read_rows(p.y, s.batch, token, h, count, dy, p.y_dim(), y_padded());
+      if (i > 0) prefetch_rows(p.y, s.batch, token - C, h, C, p.y_dim());
+      auto soon = [&](const Tensor& x, int n) {
+        prefetch_rows<true>(x, s.batch, token, h, count, n);
+      };
+      soon(p.grad.q, p.d[0]), soon(p.grad.x[0], p.d[0]), soon(p.grad.x[1], p.d[1]);
+      soon(p.grad.target[0], p.m[0]);
       one.read(a, q, yhat, qm, scores);
       for (int t = 0; t < C; t++)
         activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
@@ -354,52 +353,53 @@ struct Runner {
       for (int t = 0; t < C; t++)
         pull_back(p.f, yhat + t * one.M(), dquery + t * one.M(), dyhat + t * one.M(), one.wide);
       one.back_read(a, q, qm, scores, dyhat, d1, ba);
-      write_rows(p.grad.q, s.batch, token, h, count, ba.rows, p.d1, one.D());
+      write_rows(p.grad.q, s.batch, token, h, count, ba.rows, p.d[0], one.D());
       for (int t = C - 1; t >= 0; t--) {
         one.substitute_back(a, ba, dstep1, t);
         two.substitute_back(b, bb, dstep2, t);
       }
-      one.finish(a, ba, q, dyhat, d1, head.first_anchor, ddecay1);
-      two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, head.second_anchor,
+      one.finish(a, ba, q, dyhat, d1, head.anchor[0], ddecay1);
+      two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, head.anchor[1],
                  ddecay2);
       if (stale && plan.starts_minibatch(ats[i])) move_anchors(head);
+      auto put = [&](const Tensor& x, const float* in, int n) {
+        write_rows(x, s.batch, token, h, count, in, n, padded(n));
+      };
       to_rows(ba.dx_lanes, rows, one.D());
-      write_rows(p.grad.x1, s.batch, token, h, count, rows, p.d1, one.D());
+      put(p.grad.x[0], rows, p.d[0]);
       to_rows(bb.dx_lanes, rows, two.D());
-      write_rows(p.grad.x2, s.batch, token, h, count, rows, p.d2, two.D());
+      put(p.grad.x[1], rows, p.d[1]);
       if (p.shared_target)
         for (int j = 0; j < C * one.M(); j++) ba.dtarget[j] += bb.dtarget[j];
       else
-        write_rows(p.grad.t2, s.batch, token, h, count, bb.dtarget, p.m2, two.M());
-      write_rows(p.grad.t1, s.batch, token, h, count, ba.dtarget, p.m1, one.M());
-      write_gates(p.grad.log_decay1, p.grad.log_decay2, s.batch, token, h, count, ddecay1, ddecay2);
-      write_gates(p.grad.step_size1, p.grad.step_size2, s.batch, token, h, count, dstep1, dstep2);
+        put(p.grad.target[1], bb.dtarget, p.m[1]);
+      put(p.grad.target[0], ba.dtarget, p.m[0]);
+      write_gates(p.grad.log_decay, s.batch, token, h, count, ddecay1, ddecay2);
+      write_gates(p.grad.step_size, s.batch, token, h, count, dstep1, dstep2);
     }
   }
 
   // Gradients of a gate of both passes. A gate that they share was given once.
   static void write_gates(
-      const Tensor& one, const Tensor& two, int64_t batch, int64_t token, int64_t h, int count,
-      float* d1, const float* d2) {
-    if (two.given())
-      write_gate(two, batch, token, h, count, d2);
+      const Tensor (&gate)[2], int64_t batch, int64_t token, int64_t h, int count, float* d1,
+      const float* d2) {
+    if (gate[1].given())
+      write_gate(gate[1], batch, token, h, count, d2);
     else
       for (int t = 0; t < count; t++) d1[t] += d2[t];
-    write_gate(one, batch, token, h, count, d1);
+    write_gate(gate[0], batch, token, h, count, d1);
   }
 
   // The gradients of anchors join those of the memories that they are copies of.
-  void move_anchors(Head& head) const {
-    auto move = [](float* anchor, float* memory, size_t n) {
-      for (size_t i = 0; i < n; i++) memory[i] += anchor[i], anchor[i] = 0;
-    };
-    move(head.first_anchor, head.first, memory1());
-    move(head.second_anchor, head.second, memory2());
+  void move_anchors(const Head& head) const {
+    for (int i = 0; i < 2; i++)
+      for (size_t j = 0; j < size[i]; j++)
+        head.memory[i][j] += head.anchor[i][j], head.anchor[i][j] = 0;
   }
 
   int run(bool forwards) const {
     if (forwards && p.saved.given()) {  // places that no sequence has are part of the result
-      const int64_t place = p.heads * (memory1() + memory2());
+      const int64_t place = p.heads * both();
       std::memset(p.saved.floats() + p.places * place, 0, 4 * (p.saved.size[0] - p.places) * place);
     }
     // Heads that take turns in one task: enough tasks for all threads, and memories that fit L2.
@@ -434,8 +434,8 @@ struct Runner {
 
 int run(const Problem& p, bool forwards) {
   if (forwards && Step::fits(p)) return Step(p).run();
-  const bool square64 = padded(p.d1) == 64 && padded(p.m1) == 64 && padded(p.d2) == 64 &&
-                        padded(p.m2) == 64;
+  const bool square64 = padded(p.d[0]) == 64 && padded(p.m[0]) == 64 && padded(p.d[1]) == 64 &&
+                        padded(p.m[1]) == 64;
   return square64 ? Runner<64>(p).run(forwards) : Runner<0>(p).run(forwards);
 }
 

@@ -52,8 +52,8 @@ static inline void step_read_transposed(
 // One token for each sequence, none of it saved: a step of decoding, straight on the states.
 struct Step {
   const Problem& p;
-  Mask mask1, mask2, mask_d2;
-  explicit Step(const Problem& p) : p(p), mask1(p.m1), mask2(p.m2), mask_d2(p.d2) {}
+  Mask mask1, mask2, mask_y;
+  explicit Step(const Problem& p) : p(p), mask1(p.m[0]), mask2(p.m[1]), mask_y(p.y_dim()) {}
 
   static bool fits(const Problem& p) {
     if (p.saved.given()) return false;
@@ -77,40 +77,31 @@ struct Step {
       read_row(t, s.batch * t.batch + s.token * t.token + h * t.head, &value, 1);
     };
     // One pass: reads the token's x, target and gates, and gives the memory after the token.
-    auto write = [&](const Tensor& x_of, const Tensor& target_of, const Tensor& log_decay_of,
-                     const Tensor& step_size_of, float* memory, float* anchor, float* next,
-                     float* next_anchor, int phi, Width w, int64_t d) {
-      const int64_t size = w.n * d;
-      row_of(x_of, s, h, x, d), row_of(target_of, s, h, target, w.n);
-      gate(log_decay_of, log_decay), gate(step_size_of, step_size);
-      const float* at = s.offset == 0 ? of(memory, size) : of(anchor, size);
-      float* out = of(next, size);
-      step_write(of(memory, size), at, out, x, target, log_decay, step_size, phi, w, d, z, u);
+    auto write = [&](int i, const float* mask) {
+      const int m = p.m[i], d = p.d[i];
+      const int64_t size = int64_t(m) * d;
+      row_of(p.in.x[i], s, h, x, d), row_of(p.in.target[i], s, h, target, m);
+      gate(p.in.log_decay[i], log_decay), gate(p.in.step_size[i], step_size);
+      const float* memory = of(p.start.memory[i], size);
+      const float* at = s.offset == 0 ? memory : of(p.start.anchor[i], size);
+      float* next = of(p.final.memory[i], size);
+      step_write(memory, at, next, x, target, log_decay, step_size, p.phi[i],
+                 {m, padded(m), mask}, d, z, u);
       if (p.minibatch > 1)
-        std::memcpy(of(next_anchor, size), s.offset + 1 == p.minibatch ? out : at, 4 * size);
-      return out;
+        std::memcpy(of(p.final.anchor[i], size), s.offset + 1 == p.minibatch ? next : at, 4 * size);
+      return next;
     };
-    const Width wide1 = {int(p.m1), padded(p.m1), mask1.on};
-    const Width wide2 = {int(p.m2), padded(p.m2), mask2.on};
-    const float* first =
-        write(p.in.x1, p.in.t1, p.in.log_decay1, p.in.step_size1, p.start.first,
-              p.start.first_anchor, p.final.first, p.final.first_anchor, p.phi1, wide1, p.d1);
-    row_of(p.in.q, s, h, q, p.d1);
+    const float* first = write(0, mask1.on);
+    row_of(p.in.q, s, h, q, p.d[0]);
     std::memset(y, 0, sizeof y);
-    step_read(first, q, y, p.m1, p.d1);
-    activate(p.f, y, q, wide1);
+    step_read(first, q, y, p.m[0], p.d[0]);
+    activate(p.f, y, q, {p.m[0], padded(p.m[0]), mask1.on});
 
-    const float* second =
-        write(p.in.x2, p.in.t2, p.in.log_decay2, p.in.step_size2, p.start.second,
-              p.start.second_anchor, p.final.second, p.final.second_anchor, p.phi2, wide2, p.d2);
+    const float* second = write(1, mask2.on);
     std::memset(y, 0, sizeof y);
-    const int width = p.transposed ? p.d2 : p.m2;
-    if (p.transposed)
-      step_read_transposed(second, q, y, p.m2, p.d2);
-    else
-      step_read(second, q, y, p.m2, p.d2);
-    activate(p.psi, y, y, {width, padded(width), p.transposed ? mask_d2.on : mask2.on});
-    write_row(p.y, s.batch * p.y.batch + s.token * p.y.token + h * p.y.head, y, width);
+    (p.transposed ? step_read_transposed : step_read)(second, q, y, p.m[1], p.d[1]);
+    activate(p.psi, y, y, {p.y_dim(), padded(p.y_dim()), mask_y.on});
+    write_row(p.y, s.batch * p.y.batch + s.token * p.y.token + h * p.y.head, y, p.y_dim());
   }
 
   int run() const {
