@@ -7,8 +7,8 @@ two memories, of keys and of values. In the words of the recurrence
     M_t = beta_t M_{t-1} - gamma_t u_t x_t^T,    u_t the gradient of
     loss_t(M) = 1/2 |phi(M x_t) - target_t|^2    at the point P_t
 
-where P_t is M_{t-1} in exact mode and the memory at the start of the mini-batch in stale mode, the
-quantities of a memory are
+where P_t is M_{t-1} in exact mode and the memory at the start of the mini-batch in stale mode, or
+beta_t times that with error_at = "after", the quantities of a memory are
 
     forget_gate     beta_t                      step_size       gamma_t, as the memory takes it
     write_norm      |gamma_t u_t x_t^T|         memory_norm     |M_t|  (Frobenius)
@@ -394,12 +394,16 @@ class Replay:
             pair = Pair(x[0, :, :, None], target[0, :, :, None], phi)  # [C, H, 1, ...]
             memory = torch.cat([one.memory for one in _passes(states, n)])  # [C + 1, H, M, D]
             before, after = memory[:-1], memory[1:]
-            decayed = inputs.log_beta[n][0].to(memory.dtype).exp()[..., None, None] * before
+            forget_gate = inputs.log_beta[n][0].to(memory.dtype).exp()[..., None, None]
+            decayed = forget_gate * before
+            points = _gradient_points(states[:-1], n)
+            if self.mixer.config.error_at == "after":
+                points = forget_gate * points
             found = {
                 "forget_gate": inputs.log_beta[n][0].exp(),
                 "step_size": inputs.gamma[n][0],
                 "write_norm": (after - decayed).norm(dim=(-2, -1)),
-                "error_before": inner_loss(_gradient_points(states[:-1], n), pair)[..., 0],
+                "error_before": inner_loss(points, pair)[..., 0],
                 "error_decayed": inner_loss(decayed, pair)[..., 0],
                 "error_after": inner_loss(after, pair)[..., 0],
                 "target_power": target_power(pair)[..., 0],
@@ -436,7 +440,8 @@ def _passes(states: list[MemoryState], n: int) -> list[PassState]:
 
 
 def _gradient_points(states: list[MemoryState], n: int) -> Tensor:
-    """The points where the gradients of the tokens after these states are taken, in pass n."""
+    """The memories or anchors that the tokens after these states take their gradients at, in pass
+    n; with error_at = "after" each is multiplied by its token's forget gate first."""
     points = [one.memory if one.anchor is None else one.anchor for one in _passes(states, n)]
     return torch.cat(points)
 
