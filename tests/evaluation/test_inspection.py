@@ -31,6 +31,8 @@ IDS = list(TEXT.encode())
 CONFIGS = {
     "exact": {},
     "stale": {"mode": "stale", "minibatch": 5},
+    "error after the decay": {"error_at": "after"},
+    "stale, error after the decay": {"error_at": "after", "mode": "stale", "minibatch": 5},
     "decode": {"value_pass": "decode", "separate_gates": True, "phi": "identity"},
     "learned start": {"phi": "layernorm", "slots": 6, "psi": "tanh"},
 }
@@ -112,14 +114,15 @@ def test_quantities_are_those_of_the_models_own_states(model):
         for t in (0, 3, 17, len(IDS) - 1):
             point = t if config.mode == "exact" else t // 5 * 5
             before, after = states[t][1][n][0], states[t + 1][1][n][0]
-            start = states[point][1][n][0].detach().clone().requires_grad_()
+            beta = log_beta[n][0, t].exp()[:, None, None]
+            start = states[point][1][n][0] * (beta if config.error_at == "after" else 1)
+            start.requires_grad_()
 
             def loss(m, phi=phi, x=x, target=target, t=t):
                 code = phi(torch.einsum("hmd,hd->hm", m, x[0, t]))
                 return (code - target[0, t]).square().sum(-1) / 2
 
             (gradient,) = torch.autograd.grad(loss(start).sum(), start)
-            beta = log_beta[n][0, t].exp()[:, None, None]
             expected = {
                 "forget_gate": log_beta[n][0, t].exp(),
                 "step_size": gamma[n][0, t],

@@ -19,6 +19,7 @@ CASES = {name: (name, {}) for name in MIXERS} | {
         "trellis",
         {"mode": "stale", "minibatch": 5, "value_pass": "decode", "decay": "sigmoid"},
     ),
+    "trellis error after the decay": ("trellis", {"error_at": "after", "half_life": [2, 64]}),
     "trellis learned start": ("trellis", {"phi": "ln_silu", "slots": 24}),
     "trellis lms": ("trellis", {"lms_step": True, "step": "softplus", "conv_width": 0}),
     "trellis with a skip": (

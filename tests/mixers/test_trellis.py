@@ -130,23 +130,25 @@ def test_without_its_forget_gate_the_memory_has_a_log_decay_of_zero(mode):
     assert relative_rms(state.memory.values, final.values) < 1e-9
 
 
+@pytest.mark.parametrize("gates", [{"forget_gate": False}, {"error_at": "after"}])
 @pytest.mark.parametrize("f", ["softmax", "ln_silu"])
-def test_linear_passes_are_the_delta_rule(f):
-    """Without a forget gate: with one, the delta rule takes the error at the decayed memory.
+def test_linear_passes_are_the_delta_rule(f, gates):
+    """Without a forget gate, or with the error at the decayed memory, as the delta rule takes it.
 
     The keys of the delta rule are k in the key pass and v in the value pass, its values are alpha.
     """
-    change = {"phi": "identity", "f": f, "mode": "exact", "forget_gate": False}
+    change = {"phi": "identity", "f": f, "mode": "exact", **gates}
     mixer = with_shared_weights(**PAPER | change)
-    q, k, v, alpha, _, gamma = memory_inputs(mixer)
-    yhat, keys = delta_rule(q, k, alpha, gamma[0], scale=1.0, output_final_state=True)
+    q, k, v, alpha, log_beta, gamma = memory_inputs(mixer)
+    assert log_beta[0].any() == ("error_at" in gates)
+    yhat, keys = delta_rule(q, k, alpha, gamma[0], log_beta[0], scale=1.0, output_final_state=True)
     r = INTERMEDIATE[f](yhat)
     # The value pass reads with the transpose, which the op does not: it only writes here.
     values, outputs = None, []
     for t in range(X.shape[1]):
         token = slice(t, t + 1)
         _, values = delta_rule(
-            v[:, token], v[:, token], alpha[:, token], gamma[1][:, token],
+            v[:, token], v[:, token], alpha[:, token], gamma[1][:, token], log_beta[1][:, token],
             initial_state=values, output_final_state=True,
         )  # fmt: skip
         outputs.append(torch.einsum("bhdm,bhm->bhd", values, r[:, t]))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..ops import MemoryState, trellis_memory, trellis_memory_step, unit_length
-from ..ops.memory import BACKENDS, MODES, VALUE_PASSES
+from ..ops.memory import BACKENDS, ERROR_AT, MODES, VALUE_PASSES
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
 from .base import Mixer, head_dim_of
 from .layers import (
@@ -62,6 +62,8 @@ class TrellisMixerConfig:
     mode: "exact" takes the gradient at the memory before each token, "stale" at the memory before
         each mini-batch.
     minibatch: tokens per mini-batch in stale mode.
+    error_at: "before" takes the error of a write at that memory as it is (the paper's order),
+        "after" at that memory times the token's forget gate, as Gated DeltaNet does.
     stale_step: the factor of the step size in stale mode: "minibatch" (1 / minibatch, so that equal
         tokens never overshoot), "position" (1 for the first token of a mini-batch, 1/2 for the
         second, 1/3 for the third, ...) or "none".
@@ -104,6 +106,7 @@ class TrellisMixerConfig:
     psi: str = "identity"
     mode: str = "exact"
     minibatch: int = 16
+    error_at: str = "before"
     stale_step: str = "minibatch"
     value_pass: str = "encode"
     conv_width: int = 4
@@ -134,6 +137,7 @@ class TrellisMixerConfig:
         checks.choice("f", self.f, F_NAMES)
         checks.choice("psi", self.psi, PSI_NAMES)
         checks.choice("mode", self.mode, MODES)
+        checks.choice("error_at", self.error_at, ERROR_AT)
         checks.choice("value_pass", self.value_pass, VALUE_PASSES)
         checks.choice("stale_step", self.stale_step, STALE_STEPS)
         checks.choice("step", self.step, STEPS)
@@ -348,7 +352,7 @@ class TrellisMixer(Mixer):
     @property
     def choices(self) -> dict[str, Any]:
         """The options of `trellis_memory` that decide what it computes."""
-        names = ("phi", "f", "psi", "value_pass", "mode", "minibatch")
+        names = ("phi", "f", "psi", "value_pass", "mode", "minibatch", "error_at")
         return {name: getattr(self.config, name) for name in names}
 
     def init_state(self, batch: int) -> TrellisState:

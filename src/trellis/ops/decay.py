@@ -20,6 +20,8 @@ class Decay:
 
     def __init__(self, log_decay: Tensor):
         decays = flushed(log_decay.exp())
+        #: The decay of each token alone; [G, c, 1]
+        self.own = decays[..., None]
         #: w(t, s) for s <= t, else 0; [G, c, c]
         self.within = flushed(_products(decays))
         #: exp(L_t), the decay from the chunk's start up to and with token t; [G, c, 1]
@@ -34,6 +36,10 @@ class Decay:
     def whole(self) -> Tensor:
         """exp(L_C); [G, 1, 1]"""
         return self.start[:, -1:]
+
+    def within_strictly(self) -> Tensor:
+        """w(t, s) for s < t, else 0; [G, c, c]"""
+        return self.within.tril(-1)
 
     def within_before(self) -> Tensor:
         """w(t - 1, s) for s < t, else 0; [G, c, c]"""

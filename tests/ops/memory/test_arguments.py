@@ -34,6 +34,7 @@ def arguments():
         ({"f": "relu"}, "f must be one of ln_silu.*; got 'relu'"),
         ({"psi": "relu"}, "psi must be one of .*; got 'relu'"),
         ({"mode": "fast"}, "mode must be one of exact, stale; got 'fast'"),
+        ({"error_at": "during"}, "error_at must be one of before, after; got 'during'"),
         ({"minibatch": 0}, "minibatch must be a whole number of at least 1; got 0"),
         ({"value_pass": "both"}, "value_pass must be one of encode, decode; got 'both'"),
         ({"initial_state": torch.zeros(3)}, "initial_state must be a MemoryState or the pair"),
@@ -91,6 +92,16 @@ def test_a_query_of_the_wrong_side():
             given["q"], given["k"], given["alpha"], given["log_beta"], given["gamma"],
             transposed=True,
         )  # fmt: skip
+
+
+def test_an_unknown_order_of_decay_in_one_pass_and_in_one_step():
+    given = arguments()
+    message = "error_at must be one of before, after; got 'during'"
+    one = [given[name] for name in ("q", "k", "alpha", "log_beta", "gamma")]
+    with pytest.raises(ValueError, match=message):
+        compress(*one, error_at="during")
+    with pytest.raises(ValueError, match=message):
+        trellis_memory_step(*(given[name][:, 0] for name in NAMES), error_at="during")
 
 
 EMPTY = [("heads", "q"), ("key", "q"), ("value", "v"), ("slots", "alpha")]

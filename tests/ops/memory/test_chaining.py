@@ -10,6 +10,7 @@ from trellis.ops import MemoryState, compress, trellis_memory, trellis_memory_st
 
 MODES = ["exact", "stale"]
 PASSES = ["encode", "decode"]
+every_order = pytest.mark.parametrize("error_at", ["before", "after"])
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
 
@@ -28,11 +29,13 @@ def assert_same_state(actual, expected):
             assert relative_rms(one, other) < 1e-5, name
 
 
+@every_order
 @pytest.mark.parametrize("value_pass", PASSES)
 @pytest.mark.parametrize("mode", MODES)
 @given(pieces=st.lists(st.integers(0, 20), min_size=1, max_size=6), minibatch=st.integers(1, 9))
-def test_segments_chained_equal_the_whole(mode, value_pass, pieces, minibatch):
-    case = problem(tokens=sum(pieces), mode=mode, value_pass=value_pass, minibatch=minibatch)
+def test_segments_chained_equal_the_whole(mode, value_pass, error_at, pieces, minibatch):
+    options = {"mode": mode, "value_pass": value_pass, "minibatch": minibatch}
+    case = problem(tokens=sum(pieces), error_at=error_at, **options)
     tensors, state = inputs(case), start(case)
     whole, final = trellis_memory(
         *tensors, initial_state=state, output_final_state=True, **case.options
@@ -49,10 +52,13 @@ def test_segments_chained_equal_the_whole(mode, value_pass, pieces, minibatch):
     assert_same_state(state, final)
 
 
+@every_order
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
 @pytest.mark.parametrize("value_pass", PASSES)
 @pytest.mark.parametrize("mode", MODES)
-def test_token_by_token_equals_the_whole(mode, value_pass):
-    case = problem(tokens=23, mode=mode, value_pass=value_pass, minibatch=5)
+def test_token_by_token_equals_the_whole(mode, value_pass, backend, error_at):
+    options = {"mode": mode, "value_pass": value_pass, "error_at": error_at}
+    case = problem(tokens=23, minibatch=5, backend=backend, **options)
     tensors, state = inputs(case), start(case)
     whole, final = trellis_memory(
         *tensors, initial_state=state, output_final_state=True, **case.options
@@ -66,9 +72,10 @@ def test_token_by_token_equals_the_whole(mode, value_pass):
     assert_same_state(state, final)
 
 
+@every_order
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_equals_the_op_at_one_token(mode):
-    case = problem(tokens=1, mode=mode)
+def test_a_step_equals_the_op_at_one_token(mode, error_at):
+    case = problem(tokens=1, mode=mode, error_at=error_at)
     tensors = inputs(case, torch.float64)
     state = start(case, torch.float64)
     whole, final = trellis_memory(
@@ -94,10 +101,11 @@ def test_stale_memory_cut_inside_a_minibatch_needs_its_anchor():
     assert relative_rms(without, whole[:, 10:]) > 1e-3
 
 
+@every_order
 @pytest.mark.parametrize("mode", MODES)
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4), seed=st.integers(0, 99))
-def test_a_pack_equals_its_sequences_apart(mode, lengths, seed):
-    case = problem(lengths=lengths, mode=mode, minibatch=7, seed=seed)
+def test_a_pack_equals_its_sequences_apart(mode, error_at, lengths, seed):
+    case = problem(lengths=lengths, mode=mode, error_at=error_at, minibatch=7, seed=seed)
     tensors, state = inputs(case), start(case)
     packed, final = trellis_memory(
         *tensors, initial_state=state, output_final_state=True,
@@ -117,9 +125,10 @@ def test_a_pack_equals_its_sequences_apart(mode, lengths, seed):
         begin += length
 
 
-def test_gradients_through_segments_equal_those_of_the_whole():
+@every_order
+def test_gradients_through_segments_equal_those_of_the_whole(error_at):
     """Full back-propagation through time over segments."""
-    case = problem(tokens=50, batch=1)
+    case = problem(tokens=50, batch=1, error_at=error_at)
 
     def gradients(cuts):
         tensors = [t.clone().requires_grad_() for t in inputs(case, torch.float64)]
@@ -138,11 +147,12 @@ def test_gradients_through_segments_equal_those_of_the_whole():
         assert relative_rms(one, other) < 1e-12
 
 
+@every_order
 @pytest.mark.parametrize("mode", MODES)
-def test_the_memory_is_two_passes_with_f_between(mode):
-    case = problem(mode=mode)
+def test_the_memory_is_two_passes_with_f_between(mode, error_at):
+    case = problem(mode=mode, error_at=error_at)
     q, k, v, alpha, log_beta, gamma = inputs(case)
-    common = {"mode": mode, "minibatch": case.options["minibatch"]}
+    common = {"mode": mode, "minibatch": case.options["minibatch"], "error_at": error_at}
     yhat, _ = compress(q, k, alpha, log_beta, gamma, **common)
     r = torch.nn.functional.layer_norm(torch.nn.functional.silu(yhat), yhat.shape[-1:])
     y, _ = compress(r, v, alpha, log_beta, gamma, transposed=True, **common)
@@ -150,10 +160,11 @@ def test_the_memory_is_two_passes_with_f_between(mode):
     assert relative_rms(y, expected) < 1e-6
 
 
-def test_a_minibatch_of_one_is_exact_mode():
+@every_order
+def test_a_minibatch_of_one_is_exact_mode(error_at):
     case = problem()
-    exact, _ = trellis_memory(*inputs(case), mode="exact")
-    stale, _ = trellis_memory(*inputs(case), mode="stale", minibatch=1)
+    exact, _ = trellis_memory(*inputs(case), mode="exact", error_at=error_at)
+    stale, _ = trellis_memory(*inputs(case), mode="stale", minibatch=1, error_at=error_at)
     assert torch.equal(exact, stale)
 
 

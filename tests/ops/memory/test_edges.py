@@ -9,6 +9,7 @@ from tests.support import problem, relative_rms, unit
 from trellis.ops import trellis_memory
 
 MODES = ["exact", "stale"]
+every_order = pytest.mark.parametrize("error_at", ["before", "after"])
 every_backend = pytest.mark.parametrize("backend", ["chunked", "native"])
 NAMES = ("q", "k", "v", "alpha", "log_beta", "gamma")
 
@@ -22,22 +23,38 @@ def same_as_reference(case, limit=2e-5):
             assert relative_rms(actual[name], value) <= limit, f"{backend}: {name}"
 
 
+@every_order
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("log_beta", [0.0, -1e4, -math.inf])
-def test_constant_decay(mode, log_beta):
-    case = problem(tokens=40, mode=mode)
+def test_constant_decay(mode, log_beta, error_at):
+    case = problem(tokens=40, mode=mode, error_at=error_at)
     case.tensors["log_beta"].fill_(log_beta)
     case.tensors["log_beta2"].fill_(log_beta)
     same_as_reference(case)
 
 
+@every_order
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("log_beta", [-1e4, -math.inf])
-def test_decay_that_forgets_now_and_then(mode, log_beta):
-    case = problem(tokens=40, mode=mode)
+def test_decay_that_forgets_now_and_then(mode, log_beta, error_at):
+    case = problem(tokens=40, mode=mode, error_at=error_at)
     case.tensors["log_beta"][:, ::7] = log_beta
     case.tensors["log_beta2"][:, 3::5] = log_beta
     same_as_reference(case)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "native"])
+def test_with_the_error_after_the_decay_forgetting_everything_is_a_fresh_start(backend):
+    """With the error before it, the first write still depends on what is forgotten."""
+    case = problem(tokens=40)
+    case.tensors["log_beta"][:, 21] = -math.inf
+    tensors = [case.tensors[name].float() for name in NAMES]
+    rest = [tensor[:, 21:] for tensor in tensors]
+    for error_at, is_fresh in (("after", True), ("before", False)):
+        options = case.options | {"backend": backend, "error_at": error_at}
+        whole, _ = trellis_memory(*tensors, **options)
+        fresh, _ = trellis_memory(*rest, **options)
+        assert (relative_rms(whole[:, 21:], fresh) < 1e-5) == is_fresh
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -137,10 +154,11 @@ def test_nan_stays_in_its_sequence_of_a_pack(mode, name, backend):
     assert torch.isfinite(state.keys[[0, 1, 3]]).all()
 
 
+@every_order
 @every_backend
-def test_nothing_is_read_from_the_future(backend):
+def test_nothing_is_read_from_the_future(backend, error_at):
     """A broken token leaves the tokens before it as they were."""
-    case = problem(batch=1, tokens=40)
+    case = problem(batch=1, tokens=40, error_at=error_at)
     tensors = [case.tensors[name].float() for name in NAMES]
     clean, _ = trellis_memory(*tensors, backend=backend, **case.options)
     tensors[1] = tensors[1].clone()

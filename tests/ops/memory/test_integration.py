@@ -78,8 +78,8 @@ def test_compile_of_a_decoding_step(mode, backend):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("mode", ["exact", "stale"])
-def test_the_registered_operator_keeps_torchs_rules(mode, shared):
+@pytest.mark.parametrize(("mode", "error_at"), [("exact", "before"), ("stale", "after")])
+def test_the_registered_operator_keeps_torchs_rules(mode, error_at, shared):
     """In layouts that are not contiguous."""
     case = problem(tokens=5, mode=mode)
 
@@ -101,7 +101,8 @@ def test_the_registered_operator_keeps_torchs_rules(mode, shared):
         tensors |= {"anchor1": state("key_anchor"), "anchor2": state("value_anchor")}
         tensors |= {"offset": case.offset}
     count = 4 if mode == "stale" else 1
-    options = f"phi1=silu phi2=silu f=ln_silu psi=identity transposed=1 minibatch={count}"
+    options = "phi1=silu phi2=silu f=ln_silu psi=identity transposed=1 "
+    options += f"minibatch={count} error_at={error_at}"
     torch.library.opcheck(
         custom_op.memory, (list(tensors.values()), " ".join(tensors), options, True)
     )
@@ -113,8 +114,9 @@ def test_an_option_that_the_kernel_does_not_know():
     given |= {"step_size1": "gamma", "memory1": "keys", "memory2": "values"}
     tensors = [case.tensors[name].float() for name in given.values()]
     for options in (
-        "phi1=relu phi2=silu f=silu psi=identity transposed=1 minibatch=1",
-        "phi1=silu phi2=silu f=silu transposed=1 minibatch=1",
+        "phi1=relu phi2=silu f=silu psi=identity transposed=1 minibatch=1 error_at=before",
+        "phi1=silu phi2=silu f=silu transposed=1 minibatch=1 error_at=before",
+        "phi1=silu phi2=silu f=silu psi=identity transposed=1 minibatch=1 error_at=during",
     ):
         with pytest.raises(ValueError, match="does not know all of the options 'phi1="):
             custom_op.memory(tensors, " ".join(given), options, False)

@@ -27,11 +27,13 @@ def test_vector_lengths_differ(target):
         assert lanes == 8
 
 
+@pytest.mark.parametrize("error_at", ["before", "after"])
 @pytest.mark.parametrize("value_pass", ["encode", "decode"])
 @pytest.mark.parametrize("mode", ["exact", "stale"])
 @pytest.mark.parametrize("phi", ["identity", "silu", "gelu", "tanh", "layernorm", "ln_silu"])
-def test_every_instruction_set_equals_the_reference(target, phi, mode, value_pass):
-    case = problem(phi=phi, mode=mode, value_pass=value_pass, tokens=37, minibatch=7, batch=1)
+def test_every_instruction_set_equals_the_reference(target, phi, mode, value_pass, error_at):
+    options = {"phi": phi, "mode": mode, "value_pass": value_pass, "error_at": error_at}
+    case = problem(tokens=37, minibatch=7, batch=1, **options)
     expected = case.run("reference", torch.float64)
     actual = case.run("native", torch.float32)
     for name, value in expected.items():

@@ -203,7 +203,7 @@ def _ttt(shape, minibatch, offset):
 # The compression memory.
 
 
-def _memory(shape, mode, value_pass, phi, minibatch=1, offset=0):
+def _memory(shape, mode, value_pass, phi, minibatch=1, offset=0, error_at="before"):
     """offset: the largest number of tokens by which a sequence is ahead in its mini-batch."""
     draw, n = shape.draw(), shape.sequences
     lead, slots = shape.lead, shape.slots
@@ -233,7 +233,8 @@ def _memory(shape, mode, value_pass, phi, minibatch=1, offset=0):
             start = start._replace(offset=start.offset.long())
         y, final = trellis_memory(
             **inputs, mode=mode, value_pass=value_pass, phi=phi, f="silu", minibatch=minibatch,
-            initial_state=start, output_final_state=True, cu_seqlens=cu_seqlens, backend=backend,
+            error_at=error_at, initial_state=start, output_final_state=True,
+            cu_seqlens=cu_seqlens, backend=backend,
         )  # fmt: skip
         finals = {name: part for name, part in final._asdict().items() if part is not None}
         if "offset" in finals:
@@ -265,5 +266,14 @@ CASES = {
     "memory, stale": lambda shape: _memory(shape, "stale", "encode", "silu", 16),
     "memory, starting inside mini-batches": lambda shape: _memory(
         shape, "stale", "decode", "gelu", 5, 4
+    ),
+    "memory, error after the decay": lambda shape: _memory(
+        shape, "exact", "encode", "tanh", error_at="after"
+    ),
+    "memory, linear, error after the decay": lambda shape: _memory(
+        shape, "exact", "decode", "identity", error_at="after"
+    ),
+    "memory, stale, error after the decay": lambda shape: _memory(
+        shape, "stale", "encode", "silu", 5, 4, error_at="after"
     ),
 }

@@ -7,8 +7,8 @@ two memories, of keys and of values. In the words of the recurrence
     M_t = beta_t M_{t-1} - gamma_t u_t x_t^T,    u_t the gradient of
     loss_t(M) = 1/2 |phi(M x_t) - target_t|^2    at the point P_t
 
-where P_t is M_{t-1} in exact mode and the memory at the start of the mini-batch in stale mode, the
-quantities of a memory are
+where P_t is M_{t-1} in exact mode and the memory at the start of the mini-batch in stale mode, or
+beta_t times that with error_at = "after", the quantities of a memory are
 
     forget_gate     beta_t                      step_size       gamma_t, as the memory takes it
     write_norm      |gamma_t u_t x_t^T|         memory_norm     |M_t|  (Frobenius)
@@ -376,11 +376,14 @@ class Replay:
             passes = [state.value_pass if n else state.key_pass for state in states]
             memory = torch.cat([one.memory for one in passes])  # [C + 1, H, M, D]
             before, after = memory[:-1], memory[1:]
+            forget_gate = inputs.log_beta[n][0].to(memory.dtype).exp()[..., None, None]
+            decayed = forget_gate * before
             # The points where the gradients of the tokens are taken.
             points = torch.cat(
                 [one.memory if one.anchor is None else one.anchor for one in passes[:-1]]
             )
-            decayed = inputs.log_beta[n][0].to(memory.dtype).exp()[..., None, None] * before
+            if self.mixer.config.error_at == "after":
+                points = forget_gate * points
             found = {
                 "forget_gate": inputs.log_beta[n][0].exp(),
                 "step_size": inputs.gamma[n][0],

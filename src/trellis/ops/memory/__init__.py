@@ -17,6 +17,7 @@ from .state import Call, MemoryState, Pass, PassState, anchored, tokens_read
 
 __all__ = [
     "BACKENDS",
+    "ERROR_AT",
     "MODES",
     "VALUE_PASSES",
     "MemoryState",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 MODES = ("exact", "stale")
+ERROR_AT = ("before", "after")
 VALUE_PASSES = ("encode", "decode")
 
 T = TypeVar("T")
@@ -43,6 +45,7 @@ def compress(
     phi: str = "silu",
     mode: str = "exact",
     minibatch: int = 16,
+    error_at: str = "before",
     transposed: bool = False,
     initial_state: PassState | Tensor | None = None,
     output_final_state: bool = False,
@@ -62,6 +65,8 @@ def compress(
         phi: identity, silu, gelu, tanh, layernorm, l2norm or ln_silu.
         mode: "exact" takes the gradient at the memory of the token before; "stale" at the
             memory at the start of the mini-batch of `minibatch` tokens.
+        error_at: "before" takes the error phi(Mx) - target at this memory as it is, as the paper
+            does; "after" at this memory times the token's beta, as Gated DeltaNet does.
         initial_state: PassState or its memory alone, [N, H, M, D]; zeros by default.
         cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
             starts from its own entry of `initial_state`. Without it N = B.
@@ -75,6 +80,7 @@ def compress(
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
     checks.choice("phi", phi, PHI_NAMES)
+    checks.choice("error_at", error_at, ERROR_AT)
     checks.floats(query=query, x=x, target=target, log_beta=log_beta, gamma=gamma)
     checks.dimensions("x", x, "[B,T,H,D]")
     checks.dimensions("target", target, "[B,T,H,M]")
@@ -99,7 +105,7 @@ def compress(
     count = _effective_minibatch(mode, minibatch)
     start = _start("initial_state", x, target, initial_state, count, cu_seqlens)
     one = Pass(x, target, log_beta, gamma, phi, transposed, start)
-    y, state = _run_pass(one, query, count, cu_seqlens, backend)
+    y, state = _run_pass(one, query, count, error_at, cu_seqlens, backend)
     return y.to(query.dtype), state if output_final_state else None
 
 
@@ -117,6 +123,7 @@ def trellis_memory(
     value_pass: str = "encode",
     mode: str = "exact",
     minibatch: int = 16,
+    error_at: str = "before",
     initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -145,7 +152,7 @@ def trellis_memory(
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
     call = _checked(
-        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch,
+        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch, error_at,
         initial_state, cu_seqlens, "[B,T,H",
     )  # fmt: skip
     checks.choice("backend", backend, BACKENDS)
@@ -168,6 +175,7 @@ def trellis_memory_step(
     value_pass: str = "encode",
     mode: str = "exact",
     minibatch: int = 16,
+    error_at: str = "before",
     initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, MemoryState]:
@@ -177,7 +185,7 @@ def trellis_memory_step(
     backend="chunked" the definition runs.
     """
     call = _checked(
-        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch,
+        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch, error_at,
         initial_state, None, "[B,H",
     )  # fmt: skip
     checks.choice("backend", backend, BACKENDS)
@@ -212,14 +220,19 @@ _BACKENDS = Backends(
 
 def _run_passes(call: Call, backend: str) -> tuple[Tensor, MemoryState]:
     """One pass after the other, with f between them."""
-    yhat, keys = _run_pass(call.keys, call.q, call.minibatch, call.cu_seqlens, backend)
-    r = FUNCTIONS[call.f](yhat)
-    y, values = _run_pass(call.values, r, call.minibatch, call.cu_seqlens, backend)
+    options = (call.minibatch, call.error_at, call.cu_seqlens, backend)
+    yhat, keys = _run_pass(call.keys, call.q, *options)
+    y, values = _run_pass(call.values, FUNCTIONS[call.f](yhat), *options)
     return FUNCTIONS[call.psi](y).to(call.q.dtype), MemoryState.join(keys, values)
 
 
 def _run_pass(
-    one: Pass, query: Tensor, minibatch: int, cu_seqlens: Tensor | None, backend: str
+    one: Pass,
+    query: Tensor,
+    minibatch: int,
+    error_at: str,
+    cu_seqlens: Tensor | None,
+    backend: str,
 ) -> tuple[Tensor, PassState]:
     """y is in the dtype of the computation."""
     memory, anchor, offset = one.start
@@ -227,7 +240,7 @@ def _run_pass(
     if anchor is not None and offset is not None:
         state = (memory, anchor, offset.to(memory.dtype))
     y, final = run(
-        Compression.of(one.phi, one.transposed, minibatch),
+        Compression.of(one.phi, one.transposed, error_at, minibatch),
         (query, one.x, one.target, one.log_decay, one.step_size), state,
         cu_seqlens=cu_seqlens, offset=offset, backend=backend,
     )  # fmt: skip
@@ -250,12 +263,14 @@ def _checked(
     value_pass: str,
     mode: str,
     minibatch: int,
+    error_at: str,
     initial_state: MemoryState | tuple[Tensor, Tensor] | None,
     cu_seqlens: Tensor | None,
     leading: str,
 ) -> Call:
     """leading: the first letters of all shapes, "[B,T,H", or "[B,H" for a single token."""
     checks.choice("phi", phi, PHI_NAMES)
+    checks.choice("error_at", error_at, ERROR_AT)
     checks.choice("f", f, F_NAMES)
     checks.choice("psi", psi, PSI_NAMES)
     checks.choice("value_pass", value_pass, VALUE_PASSES)
@@ -286,7 +301,7 @@ def _checked(
     x, target, phi, transposed = value_write(v, alpha, phi, value_pass)
     start = _start("initial_state.values", x, target, state and state.value_pass, count, cu_seqlens)
     values = Pass(x, target, log_betas[1], gammas[1], phi, transposed, start)
-    return Call(q, keys, values, f, psi, count, cu_seqlens)
+    return Call(q, keys, values, f, psi, count, error_at, cu_seqlens)
 
 
 def _effective_minibatch(mode: str, minibatch: int) -> int:

@@ -36,6 +36,7 @@ class Compression(Recurrence):
 
     phi: str
     transposed: bool
+    error_at: str
     stale: bool
     chunk: int
 
@@ -44,10 +45,10 @@ class Compression(Recurrence):
     changing: ClassVar[int | None] = 1
 
     @staticmethod
-    def of(phi: str, transposed: bool, minibatch: int) -> Compression:
+    def of(phi: str, transposed: bool, error_at: str, minibatch: int) -> Compression:
         """minibatch: 1 is exact mode."""
         stale = minibatch > 1
-        return Compression(phi, transposed, stale, minibatch if stale else EXACT_CHUNK)
+        return Compression(phi, transposed, error_at, stale, minibatch if stale else EXACT_CHUNK)
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         _, x, target, _, _ = cast(Tensors, inputs)
@@ -57,7 +58,7 @@ class Compression(Recurrence):
         minibatch = self.chunk if self.stale else 1
         return compress_reference(
             cast(Tensors, inputs), state,
-            phi=self.phi, minibatch=minibatch, transposed=self.transposed,
+            phi=self.phi, minibatch=minibatch, transposed=self.transposed, error_at=self.error_at,
         )  # fmt: skip
 
     def forward(self, inputs: Inputs, state: Tensors, rounds: Rounds) -> tuple[Tensor, Tensors]:
@@ -97,13 +98,20 @@ class _Chunks:
     def __init__(self, options: Compression, inputs: Inputs, state: Tensors, rounds: Rounds):
         self.query, self.x, self.target, log_decay, step_size = cast(Tensors, inputs)
         self.transposed, self.stale = options.transposed, options.stale
+        #: Whether z reads a memory that the token itself has decayed.
+        self.after = options.error_at == "after"
         self.phi: Phi = PHI[options.phi]
         self.step_size = step_size[..., None]
         self.decay = Decay(log_decay)
         self.memory, heads = state[0].flatten(0, 1), state[0].shape[1]
         self.parts = rounds.parts(heads)
         self.x_to_end = self.x * self.decay.end
+        #: How the memory before the chunk, or the anchor, has decayed when z reads it, [G, c, 1].
+        #: None: an anchor that has not decayed at all.
+        self.z_start: Tensor | None = None
         if self.stale:
+            if self.after:
+                self.z_start = self.decay.own
             self.anchor = state[1].flatten(0, 1)
             #: Rows of the first round that go on inside a mini-batch, [sequences * heads, 1, 1].
             self.goes_on: Tensor | None = None
@@ -111,9 +119,16 @@ class _Chunks:
                 begun = rounds.empty[: rounds.counts[0], 0]
                 self.goes_on = begun.repeat_interleave(heads)[:, None, None]
         else:
-            #: How what z reads has decayed: the error is taken before the token's own decay.
-            self.z_start, self.z_within = self.decay.start_before(), self.decay.within_before()
+            #: How the writes of the tokens s < t have decayed when z_t reads them, [G, c, c].
+            if self.after:
+                self.z_start, self.z_within = self.decay.start, self.decay.within_strictly()
+            else:
+                self.z_start, self.z_within = self.decay.start_before(), self.decay.within_before()
             self.coupling = lower(self.z_within, self.x @ self.x.mT)
+
+    def _decayed(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
+        """rows [G, c, ...] of some chunks times `z_start`."""
+        return rows if self.z_start is None else self.z_start[part] * rows
 
     def write(self) -> _Swept:
         """Chunk after chunk: the only part that is sequential."""
@@ -135,6 +150,8 @@ class _Chunks:
                         point = torch.where(cast(Tensor, self.goes_on), self.anchor, memory)
                     points[part] = point
                 torch.bmm(self.x[part], point.mT, out=z[part])
+                if self.z_start is not None:
+                    z[part].mul_(self.z_start[part])
                 gradient = self.phi.gradient(z[part], self.target[part])
                 torch.mul(gradient, self.step_size[part], out=writes[part])
             memory.mul_(self.decay.whole[part])
@@ -147,7 +164,7 @@ class _Chunks:
     def _substitute(self, part: slice, memory: Tensor, z: Tensor, writes: Tensor) -> None:
         """Forward substitution: row t of z reads the writes of the rows before it."""
         target, step_size, coupling = self.target[part], self.step_size[part], self.coupling[part]
-        base = self.z_start[part] * (self.x[part] @ memory.mT)
+        base = self._decayed(self.x[part] @ memory.mT, part)
         if self.phi.linear:
             writes.copy_(
                 torch.linalg.solve_triangular(
@@ -192,19 +209,25 @@ class _Chunks:
         pairs[:, -1] -= (writes * to_end).sum(-1)
         starts[:, -1] += self.decay.whole[:, 0, 0] * (dafter * before).sum((1, 2))
 
-        # The gradient step, from x and the memory that z reads.
-        if self.stale:
-            dx.baddbmm_(dz, points)
-        else:
-            started_dz = self.z_start * dz
+        # The gradient step itself, from x and what z reads.
+        started_dz = self._decayed(dz)
+        dx.baddbmm_(started_dz, points)
+        if not self.stale:
             dz_writes = dz @ writes.mT
             mixed = lower(self.z_within, dz_writes)
-            dx.baddbmm_(started_dz, before).baddbmm_(mixed + mixed.mT, x, alpha=-1)
-            # z_t sees the decays up to t - 1: one row up.
-            pairs[:, :-1] -= (self.coupling * dz_writes)[:, 1:]
-            starts[:, :-1] += (started_dz * (x @ before.mT)).sum(-1)[:, 1:]
-        dstep_size = (self.phi.gradient(z, self.target) * dwrites).sum(-1)
+            dx.baddbmm_(mixed + mixed.mT, x, alpha=-1)
+            z_pairs = self.coupling * dz_writes
+            z_starts = (started_dz * (x @ before.mT)).sum(-1)
+            if self.after:
+                pairs -= z_pairs
+                starts += z_starts
+            else:  # z_t sees the decays up to t - 1: one row up
+                pairs[:, :-1] -= z_pairs[:, 1:]
+                starts[:, :-1] += z_starts[:, 1:]
         dlog_decay = log_decay_gradient(pairs, starts)
+        if self.stale and self.after:  # z_t is proportional to the decay of token t
+            dlog_decay += (dz * z).sum(-1)
+        dstep_size = (self.phi.gradient(z, self.target) * dwrites).sum(-1)
         return (dquery, dx, dcode.neg_(), dlog_decay, dstep_size), dstart
 
     def _read_gradients(self, swept: _Swept, dy: Tensor) -> tuple[Tensor, ...]:
@@ -258,7 +281,7 @@ class _Chunks:
             dmemory[part] = dafter
             if not self.stale:
                 self._substitute_back(part, z, dz, dcode, dwrites, through)
-                now.baddbmm_((self.z_start[part] * dz[part]).mT, self.x[part])
+                now.baddbmm_(self._decayed(dz[part], part).mT, self.x[part])
                 continue
             if through is not None:
                 torch.mul(through[part], dwrites[part], out=dz[part])
@@ -266,7 +289,7 @@ class _Chunks:
                 dz[part], dcode[part] = self.phi.tangent(
                     z[part], target[part], step_size[part] * dwrites[part]
                 )
-            dpoint = torch.bmm(dz[part].mT, self.x[part])
+            dpoint = torch.bmm(self._decayed(dz[part], part).mT, self.x[part])
             dpoint[following:] += danchor[following:rows]  # sequences that end with this chunk
             if part is self.parts[0] and self.goes_on is not None:
                 dstart_anchor = dpoint.masked_fill(~self.goes_on, 0)

@@ -96,7 +96,7 @@ def run(call: Call) -> tuple[Tensor, MemoryState]:
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     options = (
         f"phi1={keys.phi} phi2={values.phi} f={call.f} psi={call.psi} "
-        f"transposed={int(values.transposed)} minibatch={call.minibatch}"
+        f"transposed={int(values.transposed)} minibatch={call.minibatch} error_at={call.error_at}"
     )
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     y, *final = memory(list(tensors.values()), " ".join(tensors), options, graded)

@@ -2,7 +2,8 @@
 
     z = M x;  u = J_phi(z)^T (phi(z) - target);  M <- beta M - gamma u x^T;  y = M q  or  M^T q
 
-In stale mode z is taken at the anchor, the memory at the start of the mini-batch.
+In stale mode z is taken at the anchor, the memory at the start of the mini-batch. With
+error_at="after" z is multiplied by beta: the error is that of a memory that has decayed already.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def compress_reference(
     phi: str,
     minibatch: int,
     transposed: bool,
+    error_at: str,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Sequences of equal length, everything in one dtype.
 
@@ -38,6 +40,8 @@ def compress_reference(
             anchor, offset = stale
             stale = [anchored(memory, anchor, (offset + t).remainder(minibatch)), offset]
         z = _product(x_t, (stale[0] if stale else memory).mT)
+        if error_at == "after":
+            z = decay[..., None] * z
         write = step[..., None] * _gradient(phi, z, target_t)
         memory = decay[..., None, None] * memory
         memory = torch.addcmul(memory, write[..., None], x_t.unsqueeze(-2), value=-1)

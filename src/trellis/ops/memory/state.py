@@ -103,7 +103,10 @@ class Pass(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of `trellis_memory` whose arguments have been checked. minibatch: 1 in exact mode."""
+    """A call of `trellis_memory` whose arguments have been checked.
+
+    minibatch: 1 in exact mode. error_at: "before" or "after" the token's decay.
+    """
 
     q: Tensor
     keys: Pass
@@ -111,6 +114,7 @@ class Call(NamedTuple):
     f: str
     psi: str
     minibatch: int
+    error_at: str
     cu_seqlens: Tensor | None
 
     @property

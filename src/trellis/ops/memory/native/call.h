@@ -48,6 +48,13 @@ struct Call {
     return value;
   }
 
+  // Whether an option that has two values has the second.
+  bool either(std::string_view name, std::string_view first, std::string_view second) const {
+    const std::string_view value = option(name);
+    if (value != first && value != second) throw std::invalid_argument("an unknown value");
+    return value == second;
+  }
+
  private:
   // Takes a word off the text.
   static std::string_view next(std::string_view& text) {
@@ -224,6 +231,7 @@ struct Problem {
   int phi[2], f, psi;
   bool transposed;        // the value pass reads with the transpose
   int64_t minibatch;      // 1: exact
+  bool after;             // error_at=after: z reads a memory that the token itself has decayed
   int64_t segment;        // tokens between saved memories, a multiple of the minibatch
   bool shared_target;     // both passes have the same target: its gradients are added up
   std::vector<Sequence> sequence;
@@ -236,6 +244,7 @@ struct Problem {
         phi{activation(call.option("phi1")), activation(call.option("phi2"))},
         f(activation(call.option("f"))), psi(activation(call.option("psi"))),
         transposed(call.number("transposed")), minibatch(call.number("minibatch")),
+        after(call.either("error_at", "before", "after")),
         segment(segment_tokens(minibatch)), shared_target(!in.target[1].given()) {
     // What both passes share is given once.
     for (Tensor* pair : {in.target, in.log_decay, in.step_size})

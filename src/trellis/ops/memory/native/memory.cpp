@@ -55,7 +55,7 @@ struct Runner {
 
   Pass<S, S> pass(int i, const Mask& mask) const {
     const int d = padded(p.d[i]), m = padded(p.m[i]);
-    return {d, m, p.phi[i], {p.m[i], m, mask.on}, p.minibatch > 1};
+    return {d, m, p.phi[i], {p.m[i], m, mask.on}, p.minibatch > 1, p.after};
   }
   size_t both() const { return size[0] + size[1]; }
   int y_padded() const { return p.transposed ? two.D() : two.M(); }

@@ -71,8 +71,11 @@ struct Chunk {
   float *x, *x_lanes;  // [16][D], [D][16]
   float *target;       // [16][M]
   float *z, *u, *writes;                 // [16][M]; writes = step_size u
-  float *within, *before, *coupling;     // [16][16]: w(t,s), w(t-1,s), w(t-1,s) x_s.x_t
-  float *log_decay, *step_size, *start, *started;  // [16]: the gates, exp(L_t) and exp(L_{t-1})
+  // [16][16]: w(t,s); how the write of s < t has decayed when z_t reads it, w(t-1,s) or w(t,s) if
+  // the error is taken after the decay; the same times x_s.x_t.
+  float *within, *z_within, *coupling;
+  // [16]: the gates; exp(L_t); how the memory or the anchor has decayed when z_t reads it.
+  float *log_decay, *step_size, *start, *z_start;
   const float* anchor;                   // [D][M] in stale mode
 };
 
@@ -85,6 +88,7 @@ struct Pass {
   int D_, M_, phi;
   Width wide;  // of a code, M
   bool stale;
+  bool after;  // the error is taken after the token's own decay
   inline int D() const { return DC ? DC : D_; }
   inline int M() const { return MC ? MC : M_; }
 
@@ -98,8 +102,8 @@ struct Pass {
     c.memory = take(size_t(D()) * M());
     c.x = take(C * D()), c.x_lanes = take(C * D());
     c.target = take(C * M()), c.z = take(C * M()), c.u = take(C * M()), c.writes = take(C * M());
-    c.within = take(C * C), c.before = take(C * C), c.coupling = take(C * C);
-    c.log_decay = take(C), c.step_size = take(C), c.start = take(C), c.started = take(C);
+    c.within = take(C * C), c.z_within = take(C * C), c.coupling = take(C * C);
+    c.log_decay = take(C), c.step_size = take(C), c.start = take(C), c.z_start = take(C);
     return p;
   }
 
@@ -108,27 +112,24 @@ struct Pass {
     float total = 1;
     for (int t = 0; t < C; t++) {
       const float decay = c.log_decay[t] == 0 ? 1.f : std::exp(c.log_decay[t]);
-      c.started[t] = total;
+      const float kept = after ? decay : 1.f;  // of what z_t reads, by the token itself
+      c.z_start[t] = stale ? kept : total * kept;
       total *= decay;
       c.start[t] = total;
       for (int s = 0; s < C; s += VL) {
         const vf w = t ? load(c.within + (t - 1) * C + s) : vf{};
-        store(c.before + t * C + s, w);
+        store(c.z_within + t * C + s, w * kept);
         store(c.within + t * C + s, w * decay);
       }
       c.within[t * C + t] = 1;
     }
     to_lanes(c.x, c.x_lanes, D());
-    if (stale) {
-      product(C, M(), D(), c.x, D(), 1, c.anchor, M(),
-              [&](int t, int i, vf v) { store(c.z + t * M() + i, v); });
-    } else {
+    if (!stale)
       product(C, C, D(), c.x, D(), 1, c.x_lanes, C, [&](int t, int s, vf v) {
-        store(c.coupling + t * C + s, weigh(v, c.before + t * C + s));
+        store(c.coupling + t * C + s, weigh(v, c.z_within + t * C + s));
       });
-      product(C, M(), D(), c.x, D(), 1, c.memory, M(),
-              [&](int t, int i, vf v) { store(c.z + t * M() + i, v * c.started[t]); });
-    }
+    product(C, M(), D(), c.x, D(), 1, stale ? c.anchor : c.memory, M(),
+            [&](int t, int i, vf v) { store(c.z + t * M() + i, v * c.z_start[t]); });
   }
 
   // Row t of the forward substitution.
@@ -358,36 +359,31 @@ struct Pass {
       store(dmemory + d * M() + i, load(dmemory + d * M() + i) * whole + v);
     });
     to_lanes(b.dz, b.lanes, M());
-    if (stale) {
-      product(D(), M(), C, c.x, 1, D(), b.dz, M(), [&](int d, int i, vf v) {
-        store(danchor + d * M() + i, load(danchor + d * M() + i) + v);
-      });
-      product(D(), C, M(), c.anchor, M(), 1, b.lanes, C, [&](int d, int t, vf v) {
-        store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) + v);
-      });
-    } else {
+    for (int t = 0; t < C; t++)
+      for (int i = 0; i < M(); i += VL)
+        store(b.scratch + t * M() + i, load(b.dz + t * M() + i) * c.z_start[t]);
+    float* dpoint = stale ? danchor : dmemory;  // of what z reads
+    product(D(), M(), C, c.x, 1, D(), b.scratch, M(), [&](int d, int i, vf v) {
+      store(dpoint + d * M() + i, load(dpoint + d * M() + i) + v);
+    });
+    vf rows[C / VL] = {};
+    product(D(), C, M(), stale ? c.anchor : c.memory, M(), 1, b.lanes, C, [&](int d, int t, vf v) {
+      const vf scaled = v * load(c.z_start + t);
+      rows[t / VL] += scaled * load(c.x_lanes + d * C + t);
+      store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) + scaled);
+    });
+    alignas(64) float starts[C];  // weigh the decays in z_start
+    for (int t = 0; t < C; t += VL) store(starts + t, rows[t / VL]);
+    if (!stale) {
       alignas(64) float mixed[C * C], flipped[C * C];
-      for (int t = 0; t < C; t++)
-        for (int i = 0; i < M(); i += VL)
-          store(b.scratch + t * M() + i, load(b.dz + t * M() + i) * c.started[t]);
-      product(D(), M(), C, c.x, 1, D(), b.scratch, M(), [&](int d, int i, vf v) {
-        store(dmemory + d * M() + i, load(dmemory + d * M() + i) + v);
-      });
-      vf rows[C / VL] = {};
-      product(D(), C, M(), c.memory, M(), 1, b.lanes, C, [&](int d, int t, vf v) {
-        const vf scaled = v * load(c.started + t);
-        rows[t / VL] += scaled * load(c.x_lanes + d * C + t);
-        store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) + scaled);
-      });
-      alignas(64) float starts[C];
-      for (int t = 0; t < C; t += VL) store(starts + t, rows[t / VL]);
-      // z_t sees the decays up to t - 1: one row up.
-      for (int t = 1; t < C; t++) b.starts[t - 1] += starts[t];
+      // Before its token's decay z_t sees the decays up to t - 1: one row up.
+      const int up = after ? 0 : 1;
+      for (int t = up; t < C; t++) b.starts[t - up] += starts[t];
       product(C, C, M(), b.dz, M(), 1, b.writes_lanes, C, [&](int t, int s, vf v) {
-        store(mixed + t * C + s, weigh(v, c.before + t * C + s));
-        if (t > 0) {
-          float* up = b.pairs + (t - 1) * C + s;
-          store(up, load(up) - v * load(c.coupling + t * C + s));
+        store(mixed + t * C + s, weigh(v, c.z_within + t * C + s));
+        if (t >= up) {
+          float* pair = b.pairs + (t - up) * C + s;
+          store(pair, load(pair) - v * load(c.coupling + t * C + s));
         }
       });
       transpose_block(mixed, C, flipped, C);
@@ -411,5 +407,7 @@ struct Pass {
       for (int s = 0; s < i; s++) across += columns[i * C + s];
       dlog_decay[i] = from + across;
     }
+    if (stale && after)  // where z_start is the token's own decay alone
+      for (int t = 0; t < C; t++) dlog_decay[t] += starts[t];
   }
 };

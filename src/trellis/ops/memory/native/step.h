@@ -17,13 +17,14 @@ INLINE float dot_any(const float* a, const float* b, int n) {
   return sum(total) + rest;
 }
 
-// memory -> next, both [m][d]; z is taken at `at`, the memory or its anchor. z, u: [WIDEST].
+// memory -> next, both [m][d]; z is taken at `at`, the memory or its anchor, times the token's decay
+// if `after`. z, u: [WIDEST].
 static inline void step_write(
     const float* memory, const float* at, float* next, const float* x, const float* target,
-    float log_decay, float step_size, int phi, Width w, int d, float* z, float* u) {
-  const float decay = std::exp(log_decay);
+    float log_decay, float step_size, int phi, bool after, Width w, int d, float* z, float* u) {
+  const float decay = std::exp(log_decay), kept = after ? decay : 1.f;
   std::memset(z, 0, 4 * w.np);
-  for (int i = 0; i < w.n; i++) z[i] = dot_any(at + i * d, x, d);
+  for (int i = 0; i < w.n; i++) z[i] = kept * dot_any(at + i * d, x, d);
   gradient(phi, z, target, u, w);
   for (int i = 0; i < w.n; i++) {
     const float *row = memory + i * d, write = step_size * u[i];
@@ -85,7 +86,7 @@ struct Step {
       const float* memory = of(p.start.memory[i], size);
       const float* at = s.offset == 0 ? memory : of(p.start.anchor[i], size);
       float* next = of(p.final.memory[i], size);
-      step_write(memory, at, next, x, target, log_decay, step_size, p.phi[i],
+      step_write(memory, at, next, x, target, log_decay, step_size, p.phi[i], p.after,
                  {m, padded(m), mask}, d, z, u);
       if (p.minibatch > 1)
         std::memcpy(of(p.final.anchor[i], size), s.offset + 1 == p.minibatch ? next : at, 4 * size);
