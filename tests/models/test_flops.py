@@ -40,10 +40,10 @@ def test_attention_sees_half_of_the_square(tokens):
     assert mixer.flops(tokens) == counted * (tokens + 1) / (2 * tokens)
 
 
-def whole_model(mixer="transformer", tokens=24, batch=2):
+def whole_model(mixer="transformer", tokens=24, batch=2, **fields):
     config = TrellisConfig(
         vocab_size=100, hidden_size=DIM, num_hidden_layers=3, num_attention_heads=HEADS,
-        intermediate_size=64, mixer=mixer,
+        intermediate_size=64, mixer=mixer, mixer_config=fields,
     )  # fmt: skip
     torch.manual_seed(0)
     model = TrellisForCausalLM(config)
@@ -69,7 +69,7 @@ def test_a_training_step_is_three_forwards():
 
 def test_linear_maps_are_counted_once_each():
     """The head of tied embeddings is a map too; an embedding is a look-up."""
-    model, _ = whole_model("linear_attention")
+    model, _ = whole_model("linear_attention", conv_width=0, output_gate=False)
     block = 4 * DIM * DIM + 3 * DIM * 64
     assert linear_entries(model) == 3 * block + 100 * DIM
     mixing = 3 * 4 * HEADS * 32 * 33

@@ -90,7 +90,7 @@ _POINTWISE = {
 def _on_memories(mixer: Mixer) -> dict[Any, Callable[..., int]]:
     """Rules for the counter: pointwise operations whose result is as large as a memory."""
     state = mixer.init_state(1)
-    least = max(
+    least = min(  # the keys' memory may be smaller than the values'
         (tensor.numel() for _, tensor in named_tensors(state) if tensor.dim() > 3), default=0
     )
     if not least:  # a cache, to which nothing is added in place
