@@ -47,7 +47,14 @@ CASES = {name: (name, {}) for name in MIXERS} | {
         "linear_attention",
         {"feature_map": "identity", "output_norm": True, "heads": 4},
     ),
-    "linear attention relu": ("linear_attention", {"feature_map": "relu"}),
+    "linear attention relu": (
+        "linear_attention",
+        {"feature_map": "relu", "conv_on": ["k"], "output_gate": False},
+    ),
+    "linear attention as in its paper": (
+        "linear_attention",
+        {"conv_width": 0, "output_norm": False, "output_gate": False},
+    ),
     "mamba2 groups": (
         "mamba2",
         {"heads": 4, "groups": 2, "state_dim": 24, "conv_bias": False, "step_limit": [0.01, 0.1]},
@@ -56,11 +63,16 @@ CASES = {name: (name, {}) for name in MIXERS} | {
         "delta_net",
         {"use_gate": True, "conv_on": ["k"], "allow_neg_eigval": True},
     ),
+    "delta net as in its paper": ("delta_net", {"shape": "square", "use_gate": False}),
+    "delta net of the model's heads": ("delta_net", {"shape": "model"}),
+    "gated delta net of the model's heads": ("gated_delta_net", {"shape": "model"}),
     "gated delta net wide": ("gated_delta_net", {"heads": 4, "expand_v": 1.5, "use_gate": False}),
     "gated delta net without convolution": ("gated_delta_net", {"conv_width": 0}),
     "abc over slots": ("abc", {"write": "slots", "slots": 24}),
     "abc without positions": ("abc", {"rope_theta": None, "heads": 4}),
+    "abc of two heads": ("abc", {"heads": 2, "expand_k": 1.0}),
     "gsa of two heads": ("gsa", {"heads": 2, "slots": 24, "decay_temperature": 1.0}),
+    "gsa without gate": ("gsa", {"output_gate": False}),
     "gated delta net, heads of its own": (
         "gated_delta_net",
         {"heads": 3, "head_dim": 8, "expand_v": 2.0, "allow_neg_eigval": True},
@@ -71,5 +83,6 @@ CASES = {name: (name, {}) for name in MIXERS} | {
         "ttt",
         {"share_qk": False, "conv_width": 0, "output_gate": False, "minibatch": 5},
     ),
+    "ttt without a convolution in front": ("ttt", {"pre_conv": False}),
     "ttt without rotary places": ("ttt", {"share_qk": False, "rope_theta": None, "heads": 4}),
 }

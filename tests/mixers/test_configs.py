@@ -1,8 +1,44 @@
-"""Values that a mixer cannot have are named."""
+"""The sizes of all mixers by default; values that a mixer cannot have are named."""
 
 import pytest
+import torch
 
-from trellis.mixers import build_mixer
+from trellis.mixers import MIXERS, build_mixer
+from trellis.mixers.base import named_tensors
+
+#: mixer -> (heads, size of a head's keys, of its values, numbers of the memory) at width 768 with
+#: 12 heads.
+SIZES = {
+    "trellis": (12, 64, 64, 2 * 12 * 64 * 64),
+    "transformer": (12, 64, 64, 0),
+    "delta_net": (4, 144, 288, 4 * 144 * 288),
+    "gated_delta_net": (4, 144, 288, 4 * 144 * 288),
+    "linear_attention": (12, 64, 64, 12 * 64 * 65),
+    "abc": (4, 96, 192, 4 * 64 * (96 + 192 + 1) + 1),
+    "gsa": (4, 192, 192, 4 * 64 * 2 * 192),
+    "mamba2": (24, 128, 64, 24 * 128 * 64),
+    "ttt": (12, 64, 64, 2 * 12 * 65 * 64 + 1),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_sizes_of_comparisons(name):
+    """By default, a mixer has the sizes that its authors give it."""
+    with torch.device("meta"):
+        mixer = build_mixer(name, 768, 12)
+    heads, keys, values, memory = SIZES[name]
+    size = getattr(mixer, "head_dim", None)
+    own = (
+        mixer.heads,
+        mixer.config.state_dim if name == "mamba2" else getattr(mixer, "key_dim", size),
+        getattr(mixer, "value_dim", size),
+    )
+    assert own == (heads, keys, values)
+    tails = sum(
+        tensor.numel() for path, tensor in named_tensors(mixer.init_state(1)) if "tail" in path
+    )
+    if name != "transformer":
+        assert mixer.state_size() - tails == memory
 
 
 @pytest.mark.parametrize(
@@ -30,7 +66,15 @@ from trellis.mixers import build_mixer
             {"head_dim": 0},
             "head_dim must be a whole number of at least 1; got 0",
         ),
-        ("delta_net", {"expand_v": 0.3}, "expand_v must make a whole number of the key size, 16"),
+        ("delta_net", {"expand_v": 0.3}, "expand_v must make a whole number of the key size, 24"),
+        ("delta_net", {"shape": "wide"}, "shape must be one of authors, square, model; got 'wide'"),
+        ("delta_net", {"heads": 5}, "heads must divide the width of all keys, 24; got 5"),
+        ("delta_net", {"head_dim": 5}, "head_dim must divide the width of all keys, 24; got 5"),
+        ("linear_attention", {"output_gate": 1}, "output_gate must be true or false; got 1"),
+        ("linear_attention", {"conv_on": ["x"]}, "conv_on must be a list of some of"),
+        ("gsa", {"output_gate": "yes"}, "output_gate must be true or false; got 'yes'"),
+        ("abc", {"expand_k": 0.3}, "expand_k must make a whole number of the head size, 8; got"),
+        ("ttt", {"pre_conv": "yes"}, "pre_conv must be true or false; got 'yes'"),
         ("ttt", {"minibatch": 0}, "minibatch must be a whole number of at least 1; got 0"),
         ("ttt", {"conv_width": 0}, "conv_width must be at least 1 with share_qk"),
     ],

@@ -42,6 +42,9 @@ def test_parameters_start_as_the_authors_have_them():
     assert torch.equal(mixer.D, torch.ones(128))
     assert mixer.in_proj.bias is mixer.out_proj.bias is None
     assert mixer.convolution.bias is not None
+    for weights in (mixer.convolution.weight, mixer.convolution.bias):
+        assert weights.abs().max() <= 0.5
+        assert weights.std().item() == pytest.approx(0.5 / 3**0.5, rel=0.1)
     assert names_without_weight_decay(mixer) == {"decay.A_log", "decay.dt_bias", "D"}
     floored = build_mixer("mamba2", 64, 2, heads=128, step_floor=0.01)
     assert F.softplus(floored.decay.dt_bias).min() > 0.0099

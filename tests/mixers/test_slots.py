@@ -14,6 +14,32 @@ def test_gsa_has_four_heads_unless_told():
     assert names_without_weight_decay(build_mixer("gsa", 48, 6)) == {"f_proj.weight"}
 
 
+def test_abc_has_four_heads_and_narrow_keys_unless_told():
+    mixer = build_mixer("abc", 48, 6)
+    assert (mixer.heads, mixer.key_dim, mixer.head_dim) == (4, 6, 12)
+    mixer = build_mixer("abc", 48, 6, heads=6, expand_k=1.0)
+    assert (mixer.heads, mixer.key_dim, mixer.head_dim) == (6, 8, 8)
+    assert build_mixer("abc", 24, 6, heads=6, expand_k=1.5).key_dim == 6
+    assert build_mixer("abc", 60, 5, expand_k=2.0).heads == 4
+    assert build_mixer("abc", 50, 5, expand_k=1.0).heads == 5
+
+
+def test_the_gate_multiplies_gsa():
+    torch.manual_seed(0)
+    gated = build_mixer("gsa", 16, 2)
+    plain = build_mixer("gsa", 16, 2, output_gate=False)
+    plain.load_state_dict(gated.state_dict(), strict=False)
+    seen = {}
+    for name, mixer in (("gated", gated), ("plain", plain)):
+        mixer.o_proj.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.__setitem__(name, inputs[0])
+        )
+    x = torch.randn(1, 20, 16)
+    gated(x), plain(x)
+    gate = torch.nn.functional.silu(gated.g_proj(x))
+    assert relative_rms(seen["gated"], seen["plain"] * gate) < 1e-5
+
+
 def test_gsa_keeps_longer_at_a_higher_temperature():
     """With the gate closed a slot keeps f = 2 ** (-1 / temperature) of itself per token."""
     for temperature in (1.0, 8.0):
@@ -33,7 +59,7 @@ def test_abc_averages_in_time_and_adds_over_slots():
     x = torch.randn(1, 30, 16)
     kept = {}
     for write in ("time", "slots"):
-        mixer = build_mixer("abc", 16, 2, write=write, slots=4)
+        mixer = build_mixer("abc", 16, 2, write=write, slots=4, heads=2)
         torch.nn.init.zeros_(mixer.s_proj.weight)
         with torch.no_grad():
             _, state = mixer(x)
@@ -76,4 +102,4 @@ def test_fields_are_checked(name):
     with pytest.raises(ValueError, match="write must be one of time, slots; got 'space'"):
         build_mixer("abc", 16, 2, write="space")
     with pytest.raises(ValueError, match="even head size; got 3"):
-        build_mixer("abc", 6, 2)
+        build_mixer("abc", 6, 2, expand_k=1.0)

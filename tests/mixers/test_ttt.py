@@ -12,7 +12,8 @@ DIM, HEADS, HEAD = 32, 2, 16
 
 
 def test_the_layer_as_its_authors_write_it():
-    """Convolutions without activation, places modulo the mini-batch, eta, norm, gate."""
+    """Convolutions without activation, in front and of q and k, places modulo the mini-batch, eta,
+    norm, gate."""
     torch.manual_seed(0)
     mixer = build_mixer("ttt", DIM, HEADS, minibatch=5, base_lr=0.7).double()
     with torch.no_grad():
@@ -20,7 +21,7 @@ def test_the_layer_as_its_authors_write_it():
         mixer.norm_weight.normal_(1, 0.3)
         mixer.norm_bias.normal_(std=0.3)
         mixer.initial_bias.normal_()
-    x = torch.randn(2, 23, DIM, dtype=torch.float64)
+    given = torch.randn(2, 23, DIM, dtype=torch.float64)
 
     def convolve(stream, convolution):
         padded = F.pad(stream.transpose(1, 2), (3, 0))
@@ -34,6 +35,7 @@ def test_the_layer_as_its_authors_write_it():
         turned = pairs * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([turned.real, turned.imag], dim=-1)
 
+    x = given + convolve(given, mixer.pre_convolution)
     shared = mixer.q_proj(x)
     q, k = (turn(convolve(shared, mixer.convolutions[name])) for name in "qk")
     v = mixer.v_proj(x).unflatten(-1, (HEADS, HEAD))
@@ -47,7 +49,7 @@ def test_the_layer_as_its_authors_write_it():
     )  # fmt: skip
     y = F.layer_norm(y.flatten(2), (DIM,), mixer.out_norm.weight, mixer.out_norm.bias, 1e-6)
     y = mixer.o_proj(y * F.gelu(mixer.g_proj(x), approximate="tanh"))
-    assert relative_rms(mixer(x)[0], y) < 1e-10
+    assert relative_rms(mixer(given)[0], y) < 1e-10
 
 
 def test_initialisation():
@@ -59,6 +61,7 @@ def test_initialisation():
     assert (mixer.norm_weight == 1).all()
     assert not mixer.norm_bias.any()
     assert not mixer.convolutions["q"].bias.any()
+    assert not mixer.pre_convolution.bias.any()
     keys = mixer.convolutions["k"](mixer.q_proj(torch.randn(1, 50, 128)), None, None)[0][0]
     keys = torch.nn.functional.normalize(keys.unflatten(-1, (2, -1)), dim=-1)
     alike = torch.einsum("thd,shd->hts", keys, keys)[:, ~torch.eye(50, dtype=torch.bool)]
@@ -73,3 +76,5 @@ def test_fields_are_checked():
     with pytest.raises(ValueError, match="rotary positions need an even head size; got 3"):
         build_mixer("ttt", 6, 2)
     assert build_mixer("ttt", 6, 2, rope_theta=None).head_dim == 3
+    assert build_mixer("ttt", DIM, HEADS, pre_conv=False).pre_convolution is None
+    assert not build_mixer("ttt", DIM, HEADS, share_qk=False, conv_width=0).config.pre_conv

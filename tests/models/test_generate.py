@@ -116,6 +116,10 @@ def test_save_and_load_are_exact(stack, tmp_path):
     state = loaded.state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(state[name], weight), name
+    for parameter in loaded.parameters():
+        # The file's bytes are mapped where they are; matrix products of unaligned memory may round
+        # otherwise.
+        parameter.data = parameter.data.clone()
     ids = tokens(2, 9)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert type(AutoModel.from_pretrained(tmp_path)) is TrellisModel

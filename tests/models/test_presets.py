@@ -1,4 +1,5 @@
 import pytest
+from tests.mixers.cases import CASES
 from tests.support import STACKS, small_config
 
 from trellis.models import PRESETS, count_parameters, match_parameters, preset
@@ -24,6 +25,17 @@ def test_small_models_are_matched_too(stack):
     wanted = count_parameters(reference)
     assert abs(count_parameters(matched) - wanted) / wanted < 0.01
     assert small_config(stack).intermediate_size == reference.intermediate_size
+
+
+@pytest.mark.parametrize("width", [64, 128, 768])
+@pytest.mark.parametrize("case", CASES)
+def test_all_variants_of_mixers_are_matched(case, width):
+    mixer, fields = CASES[case]
+    sizes = {"hidden_size": width, "num_attention_heads": max(2, width // 64)}
+    config = small_config(mixer=mixer, mixer_config=fields, num_hidden_layers=1, **sizes)
+    reference = small_config("transformer", num_hidden_layers=1, **sizes)
+    wanted = count_parameters(reference)
+    assert abs(count_parameters(match_parameters(config, reference)) - wanted) / wanted < 0.01
 
 
 def test_what_cannot_be_matched_is_an_error():

@@ -103,7 +103,7 @@ def test_the_layer_of_qwen3_next(agrees, transformers_alone):
         layer_types=["linear_attention"], rms_norm_eps=1e-5,
     )  # fmt: skip
     peer = Qwen3NextGatedDeltaNet(config, 0)
-    mixer = build_mixer("gated_delta_net", dim, HEADS, expand_v=VALUE / KEY)
+    mixer = build_mixer("gated_delta_net", dim, HEADS, shape="model", expand_v=VALUE / KEY)
     with torch.no_grad():
         # At the peer's own start, decays of e^-20, its gradient of the decay loses three digits.
         peer.A_log.copy_(mixer.decay.A_log)

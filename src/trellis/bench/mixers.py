@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mixers import MIXERS, build_mixer
+from ..mixers import MIXERS, DeltaNetMixer, build_mixer
 from . import measure
 
 WIDTH, HEADS, BATCH = 768, 12, 2
@@ -62,10 +62,13 @@ def gated_delta_net_layer() -> Layer:
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-    size = WIDTH // HEADS
+    with torch.device("meta"):
+        same = build_mixer("gated_delta_net", WIDTH, HEADS)
+    assert isinstance(same, DeltaNetMixer)
     config = Qwen3NextConfig(
-        hidden_size=WIDTH, linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
-        linear_key_head_dim=size, linear_value_head_dim=size, num_hidden_layers=1,
+        hidden_size=WIDTH, linear_num_key_heads=same.heads, linear_num_value_heads=same.heads,
+        linear_key_head_dim=same.key_dim, linear_value_head_dim=same.value_dim,
+        num_hidden_layers=1,
     )  # fmt: skip
     layer = Qwen3NextGatedDeltaNet(config, layer_idx=0)
     return layer, layer

@@ -9,7 +9,11 @@ from .delta_net import (
     GatedDeltaNetMixerConfig,
 )
 from .gsa import GSAMixer, GSAMixerConfig
-from .linear_attention import LinearAttentionMixer, LinearAttentionMixerConfig
+from .linear_attention import (
+    LinearAttentionMixer,
+    LinearAttentionMixerConfig,
+    LinearAttentionMixerState,
+)
 from .mamba2 import Mamba2Mixer, Mamba2MixerConfig, Mamba2State
 from .registry import MIXERS, build_mixer, mixer_config
 from .transformer import AttentionState, TransformerMixer, TransformerMixerConfig
@@ -30,6 +34,7 @@ __all__ = [
     "GatedDeltaNetMixerConfig",
     "LinearAttentionMixer",
     "LinearAttentionMixerConfig",
+    "LinearAttentionMixerState",
     "Mamba2Mixer",
     "Mamba2MixerConfig",
     "Mamba2State",

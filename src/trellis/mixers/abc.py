@@ -19,7 +19,7 @@ from .. import checks
 from ..ops import SlotState, gated_slots, running_softmax, silu_product
 from ..ops.gated_slots import LOGIT_BOUND
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, check_even_head_dim, head_dim_of
+from .base import Mixer, check_even_head_dim, expanded_dim, head_dim_of, heads_of_slots
 from .layers import RMSNorm, blank_state, places, rotated, sequences, wide
 
 WRITES = ("time", "slots")
@@ -29,7 +29,11 @@ WRITES = ("time", "slots")
 class ABCMixerConfig:
     """The choices of ABC.
 
-    heads: number of heads; None takes the model's `num_attention_heads`.
+    heads: number of heads. None means 4 at every width, as in flash-linear-attention, whose authors
+        brought the layer to language models: a slot of a wider head holds more. Where 4 does not
+        divide the width, None takes the model's `num_attention_heads`.
+    expand_k: size of a head's keys as a multiple of the size of its values, width / heads; 0.5 as
+        there. Keys only find slots, values are what is read from them.
     slots: memory slots per head.
     write: what the softmax of the slot logits runs over. "time", as the authors have it: over the
         tokens read so far, so that a slot is a weighted mean of all of them. "slots": over the
@@ -41,6 +45,7 @@ class ABCMixerConfig:
     """
 
     heads: int | None = None
+    expand_k: float = 0.5
     slots: int = 64
     write: str = "time"
     rope_theta: float | None = 10000.0
@@ -72,12 +77,13 @@ class ABCMixer(Mixer):
     def __init__(self, dim: int, heads: int, config: ABCMixerConfig):
         super().__init__()
         self.config = config
-        self.heads = config.heads or heads
+        self.heads = config.heads or heads_of_slots(dim, heads)
         self.head_dim = head_dim_of(dim, self.heads)
+        self.key_dim = expanded_dim("expand_k", config.expand_k, self.head_dim, "head size")
         if config.rope_theta is not None:
-            check_even_head_dim(self.head_dim)
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, dim, bias=False)
+            check_even_head_dim(self.key_dim)
+        self.q_proj = nn.Linear(dim, self.heads * self.key_dim, bias=False)
+        self.k_proj = nn.Linear(dim, self.heads * self.key_dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.g_proj = nn.Linear(dim, dim, bias=False)
         self.s_proj = nn.Linear(dim, self.heads * config.slots, bias=False)
@@ -114,7 +120,9 @@ class ABCMixer(Mixer):
 
     def init_state(self, batch: int) -> ABCState:
         weight, slots = self.o_proj.weight, (batch, self.heads, self.config.slots)
-        memory = SlotState(*(blank_state(weight, *slots, self.head_dim) for _ in range(2)))
+        memory = SlotState(
+            blank_state(weight, *slots, self.key_dim), blank_state(weight, *slots, self.head_dim)
+        )
         total = blank_state(weight, *slots) if self.config.write == "time" else None
         length = None
         if self.config.rope_theta is not None:
@@ -123,13 +131,14 @@ class ABCMixer(Mixer):
 
     def state_size(self, tokens: int | None = None) -> float:
         in_time, placed = self.config.write == "time", self.config.rope_theta is not None
-        return self.heads * self.config.slots * (2 * self.head_dim + in_time) + placed
+        row = self.key_dim + self.head_dim + in_time
+        return self.heads * self.config.slots * row + placed
 
     def flops(self, context: int) -> float:
         # Each of the two passes adds an outer product to its memory and multiplies the memory by a
         # vector; with write="time" it also scales the memory.
         each = 2 + 2 + (self.config.write == "time")
-        return 2 * self.heads * self.config.slots * self.head_dim * each
+        return self.heads * self.config.slots * (self.key_dim + self.head_dim) * each
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""

@@ -21,6 +21,14 @@ class Mixer(nn.Module):
     state that the piece before returned, equals feeding the whole sequence at once.
     """
 
+    o_proj: nn.Linear
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        """The last linear map. What it returns is added to the residual stream, so a model draws
+        its weights narrower the more layers there are."""
+        return self.o_proj
+
     def forward(
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, State]:
@@ -67,6 +75,29 @@ def head_dim_of(dim: int, heads: int) -> int:
     if dim % heads:
         raise ValueError(f"heads must divide the width, {dim}; got {heads}")
     return dim // heads
+
+
+def expanded_dim(name: str, factor: float, dim: int, what: str) -> int:
+    """factor * dim, e.g. expanded_dim("expand_v", 1.5, 16, "key size") = 24.
+
+    Raises ValueError, in which the factor is called `name` and dim `what`, if it is not whole.
+    """
+    checks.at_least(name, factor, 0, whole=False)
+    size = round(factor * dim)
+    if size < 1 or abs(size - factor * dim) > 1e-6:
+        raise ValueError(
+            f"{name} must make a whole number of the {what}, {dim}; got {factor}, which makes "
+            f"{factor * dim:g}"
+        )
+    return size
+
+
+def heads_of_slots(dim: int, heads: int) -> int:
+    """4, the number of heads in the authors' code of GSA and ABC at every width.
+
+    Where 4 does not divide the width `dim`, it is `heads`, the model's number.
+    """
+    return heads if dim % 4 else 4
 
 
 def check_even_head_dim(head_dim: int) -> None:

@@ -2,7 +2,7 @@
 
     x -> q, k, v (short convolution, SiLU) -> q, k to unit length per head
       -> beta, how much of the error is corrected; the decay (Gated DeltaNet)
-      -> delta_rule -> RMSNorm per head -> * SiLU(gate) (Gated DeltaNet) -> output projection
+      -> delta_rule -> RMSNorm per head -> * SiLU(gate) -> output projection
 
 Papers: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length"; Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule".
@@ -20,24 +20,41 @@ from torch import Tensor, nn
 from .. import checks
 from ..ops import delta_rule, silu_product, unit_length
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, head_dim_of
+from .base import Mixer, expanded_dim, head_dim_of
 from .layers import DecayGate, RMSNorm, StreamConvolutions, blank_state, sequences, wide
 
 #: The authors draw the rate from (0, 16). Here it starts above 0, because the log of 0 is -inf.
 DECAY_RATE = (1e-4, 16.0)
 DECAY_STEP = (1e-3, 0.1)
+#: shape -> (width of all keys / width of the model, expand_v, largest head_dim); "model" has none.
+SHAPES: dict[str, tuple[float, float, int] | None] = {
+    "authors": (0.75, 2.0, 256),
+    "square": (1.0, 1.0, 128),
+    "model": None,
+}
 
 
 @dataclass
 class DeltaNetMixerConfig:
     """The choices of DeltaNet.
 
-    heads: number of heads; None takes the model's `num_attention_heads`.
-    head_dim: size of a head's queries and keys; None takes width / heads.
+    shape: sets those of the next three fields that are None.
+        "authors": few, large heads, as the authors of Gated DeltaNet have them. The keys of all
+        heads together are 0.75 of the model's width, and values are twice as wide as keys. The
+        number of heads is the smallest one, 1 or even, that divides the keys into heads of at most
+        256: 1 head of 48 keys at width 64, 1 of 96 at 128, 4 of 144 at 768, 6 of 256 at 2048.
+        "square": as in the DeltaNet paper, which has no output gate. All keys and all values are
+        as wide as the model, and the number of heads is the smallest one, 1 or even, that makes
+        heads of at most 128: 6 of 128 at width 768.
+        "model": the model's `num_attention_heads`, with keys and values of width / heads. The
+        memory is then as large as that of linear attention.
+    heads: number of heads.
+    head_dim: size of a head's queries and keys.
     expand_v: size of a head's values as a multiple of the size of its keys.
     conv_width: width of the causal convolution; 0 leaves it out.
     conv_on: the convolved streams, some of "q", "k" and "v". SiLU acts on all three in any case.
-    use_gate: multiply the normalised output by SiLU(gate).
+    use_gate: multiply the normalised output by SiLU(gate). The DeltaNet paper has no gate; it is
+        on by default because the Trellis paper gives all its recurrent baselines norm and gate.
     allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that the factor 1 - beta of what the
         memory holds at a key may be negative.
     norm_eps: epsilon of the RMSNorm.
@@ -47,17 +64,19 @@ class DeltaNetMixerConfig:
     #: Whether the memory decays. It does in Gated DeltaNet only.
     decays: ClassVar[bool] = False
 
+    shape: str = "authors"
     heads: int | None = None
     head_dim: int | None = None
-    expand_v: float = 1.0
+    expand_v: float | None = None
     conv_width: int = 4
     conv_on: tuple[str, ...] = ("q", "k", "v")
-    use_gate: bool = False
+    use_gate: bool = True
     allow_neg_eigval: bool = False
     norm_eps: float = 1e-5
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        checks.choice("shape", self.shape, tuple(SHAPES))
         checks.choice("backend", self.backend, BACKENDS)
         checks.at_least("conv_width", self.conv_width, 0)
         checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
@@ -70,11 +89,9 @@ class DeltaNetMixerConfig:
 
 @dataclass
 class GatedDeltaNetMixerConfig(DeltaNetMixerConfig):
-    """The fields of DeltaNetMixerConfig. The memory decays, and the output is gated by default."""
+    """The fields of DeltaNetMixerConfig. The memory decays."""
 
     decays: ClassVar[bool] = True
-
-    use_gate: bool = True
 
 
 class DeltaNetState(NamedTuple):
@@ -93,9 +110,7 @@ class DeltaNetMixer(Mixer):
     def __init__(self, dim: int, heads: int, config: DeltaNetMixerConfig):
         super().__init__()
         self.config = config
-        self.heads = config.heads or heads
-        self.key_dim = config.head_dim or head_dim_of(dim, self.heads)
-        self.value_dim = _value_dim(self.key_dim, config.expand_v)
+        self.heads, self.key_dim, self.value_dim = _sizes(dim, heads, config)
         keys = self.heads * self.key_dim
         sizes = {"q": keys, "k": keys, "v": self.heads * self.value_dim}
 
@@ -166,12 +181,42 @@ class DeltaNetMixer(Mixer):
         return self.decay(self.a_proj(x))
 
 
-def _value_dim(key_dim: int, expand_v: float) -> int:
-    checks.at_least("expand_v", expand_v, 0, whole=False)
-    value_dim = round(key_dim * expand_v)
-    if value_dim < 1 or abs(value_dim - key_dim * expand_v) > 1e-6:
+def _sizes(dim: int, heads: int, config: DeltaNetMixerConfig) -> tuple[int, int, int]:
+    """The number of heads, and the size of a head's keys and values."""
+    shape = SHAPES[config.shape]
+    if shape is None:
+        heads = config.heads or heads
+        key_dim = config.head_dim or head_dim_of(dim, heads)
+        expand_v = 1.0
+    else:
+        share, expand_v, largest = shape
+        heads, key_dim = _heads_of(_all_keys(dim, share, config), largest, config)
+    if config.expand_v is not None:
+        expand_v = config.expand_v
+    return heads, key_dim, expanded_dim("expand_v", expand_v, key_dim, "key size")
+
+
+def _all_keys(dim: int, share: float, config: DeltaNetMixerConfig) -> int:
+    """The width of all heads' keys together."""
+    if share * dim % 1 and not (config.heads and config.head_dim):
         raise ValueError(
-            f"expand_v must make a whole number of the key size, {key_dim}; got {expand_v}, which "
-            f"makes {key_dim * expand_v:g}"
+            f"shape={config.shape!r} needs a width of which {share:g} is whole; got {dim}. "
+            "shape='model' takes any"
         )
-    return value_dim
+    return int(share * dim)
+
+
+def _heads_of(keys: int, largest: int, config: DeltaNetMixerConfig) -> tuple[int, int]:
+    """The number of heads that share `keys` channels, and the channels of each."""
+    heads, key_dim = config.heads, config.head_dim
+    if heads and key_dim:
+        return heads, key_dim
+    for name, value in (("heads", heads), ("head_dim", key_dim)):
+        if value and keys % value:
+            raise ValueError(f"{name} must divide the width of all keys, {keys}; got {value}")
+    if key_dim:
+        return keys // key_dim, key_dim
+    if not heads:
+        fitting = [n for n in range(1, keys + 1) if keys % n == 0 and keys // n <= largest]
+        heads = next((n for n in fitting if n == 1 or n % 2 == 0), fitting[0])
+    return heads, keys // heads

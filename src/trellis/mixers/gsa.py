@@ -1,7 +1,7 @@
 """Gated slot attention (GSA): attention over a fixed number of slots that forget.
 
     x -> q, k, v (SiLU); f, the share that each slot keeps -> gated_slots, writing 1 - f
-      -> SiLU -> RMSNorm -> output projection
+      -> SiLU -> RMSNorm -> * SiLU(gate) -> output projection
 
 Paper: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling". The
 equations of the memory are in ops/gated_slots.
@@ -16,13 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from ..ops import SlotState, gated_slots
+from ..ops import SlotState, gated_slots, silu_product
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, head_dim_of
+from .base import Mixer, head_dim_of, heads_of_slots
 from .layers import RMSNorm, blank_state, sequences, wide
-
-#: The authors' number of heads, at every width.
-HEADS = 4
 
 
 @dataclass
@@ -36,6 +33,9 @@ class GSAMixerConfig:
     decay_temperature: log f = logsigmoid(.) / decay_temperature; slots keep longer the larger it
         is.
     scale: factor of the scores of slots before the softmax; the authors use 1.
+    output_gate: multiply the normalised output by SiLU(gate). The authors' layer has no gate; it is
+        on by default because the Trellis paper gives all its recurrent baselines norm and gate,
+        and because the bare norm makes the layer put out several times what attention does.
     norm_eps: epsilon of the RMSNorm.
     backend: which implementation of the memory runs, such as "auto" or "reference".
     """
@@ -44,6 +44,7 @@ class GSAMixerConfig:
     slots: int = 64
     decay_temperature: float = 8.0
     scale: float = 1.0
+    output_gate: bool = True
     norm_eps: float = 1e-6
     backend: str = "auto"
 
@@ -54,6 +55,7 @@ class GSAMixerConfig:
         checks.at_least("heads", self.heads, 1, optional=True)
         checks.positive("decay_temperature", self.decay_temperature)
         checks.positive("scale", self.scale)
+        checks.flag("output_gate", self.output_gate)
 
 
 class GSAMixer(Mixer):
@@ -62,12 +64,13 @@ class GSAMixer(Mixer):
     def __init__(self, dim: int, heads: int, config: GSAMixerConfig):
         super().__init__()
         self.config = config
-        self.heads = config.heads or (heads if dim % HEADS else HEADS)
+        self.heads = config.heads or heads_of_slots(dim, heads)
         self.head_dim = head_dim_of(dim, self.heads)
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.f_proj = nn.Linear(dim, self.heads * config.slots, bias=False)
+        self.g_proj = nn.Linear(dim, dim, bias=False) if config.output_gate else None
         self.out_norm = RMSNorm(dim, config.norm_eps)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
@@ -85,7 +88,10 @@ class GSAMixer(Mixer):
             cu_seqlens=cu_seqlens, backend=config.backend,
         )  # fmt: skip
         assert after is not None
-        return self.o_proj(self.out_norm(F.silu(y.flatten(2)))), after
+        y = self.out_norm(F.silu(y.flatten(2)))
+        if self.g_proj is not None:
+            y = silu_product(self.g_proj(x), y)
+        return self.o_proj(y), after
 
     def init_state(self, batch: int) -> SlotState:
         blank = blank_state(self.o_proj.weight, batch, self.heads, self.config.slots, self.head_dim)

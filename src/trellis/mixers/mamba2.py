@@ -26,7 +26,14 @@ from .layers import DecayGate, RMSNorm, ShortConvolution, blank_state, sequences
 
 @dataclass
 class Mamba2MixerConfig:
-    """The model's `num_attention_heads` is not used: the width and `head_dim` give the heads.
+    """The choices of Mamba2. All defaults are the authors'.
+
+    The model's `num_attention_heads` is not used: the width and `head_dim` give the heads. At the
+    start exp(A_log) and softplus(dt_bias) are drawn from the ranges below, D is 1, and weights and
+    bias of the convolution are uniform in +- 1 / sqrt(conv_width). The authors draw in_proj with
+    the standard deviation 1 / sqrt(3 n) for n inputs, and out_proj with that over sqrt(layers);
+    the models of this library draw the first 4% narrower, the second over sqrt(2 layers), as all
+    mixers' maps, because an MLP follows every mixer.
 
     state_dim: size of B and C, which is the number of rows of a head's memory.
     head_dim: width of a head. An inner width below it makes one head of the whole inner width.
@@ -97,6 +104,10 @@ class Mamba2Mixer(Mixer):
         self.out_norm = RMSNorm(self.inner_dim, config.norm_eps)
         self.out_proj = nn.Linear(self.inner_dim, dim, bias=False)
         self.reset_parameters()
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        return self.out_proj
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.D)

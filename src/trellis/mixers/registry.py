@@ -55,8 +55,10 @@ def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
 def build_mixer(name: str, dim: int, heads: int, /, **fields: Any) -> Mixer:
     """A mixer of width `dim`, e.g. build_mixer("trellis", 256, 4, slots=32).
 
-    heads: number of heads, unless the field `heads` gives another (mamba2 and gsa have rules of
-        their own). fields: those of the mixer's configuration.
+    heads: number of heads, unless the field `heads` gives another. The baselines mamba2, gsa, abc,
+        delta_net and gated_delta_net choose their heads by the width, as their authors do.
+    fields: those of the mixer's configuration. The defaults are what comparisons use: the
+        authors' sizes at this width, and around every recurrence a norm and an output gate.
     """
     config = mixer_config(name, fields)
     return MIXERS[name][1](dim, heads, config)

@@ -1,7 +1,7 @@
 """TTT-Linear: the state is a small linear model, trained on the keys and values that it reads.
 
-    x -> p -> convolution -> q;  p -> another convolution -> k;  x -> v;  rotary places on q and k
-      -> eta, the step size of each token
+    x + convolution(x) -> p, v, eta (the step size of each token), gate
+      p -> convolution -> q;  p -> another convolution -> k;  rotary places on q and k
       -> ttt_linear -> LayerNorm over the width -> * GELU(gate) -> output projection
 
 Paper: Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States". The
@@ -11,7 +11,7 @@ equations of the inner model are in ops/ttt.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from .. import checks
 from ..ops import TTTState, ttt_linear
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, check_even_head_dim, head_dim_of
-from .layers import StreamConvolutions, places, rotated, sequences, wide
+from .layers import ShortConvolution, StreamConvolutions, places, rotated, sequences, wide
 
 #: Epsilon of the layer norm over the width; the op has the same.
 NORM_EPSILON = 1e-6
@@ -30,15 +30,17 @@ NORM_EPSILON = 1e-6
 @dataclass
 class TTTMixerConfig:
     """The defaults are the layer in the authors' Mamba backbone, with which they report TTT-Linear.
-    The layer in their Transformer backbone is share_qk=False, conv_width=0, output_gate=False. The
-    convolution that they put on the residual stream in front of the layer is left out.
+    The layer in their Transformer backbone is share_qk=False, conv_width=0, output_gate=False.
 
     heads: number of heads; None takes the model's `num_attention_heads`.
     minibatch: tokens per mini-batch, whose gradients are all taken at the same inner model.
     base_lr: scale of the step sizes, eta = base_lr * sigmoid(.) / head_dim.
     share_qk: q and k are two convolutions of one projection, instead of two projections.
-    conv_width: width of the causal convolutions of q and k, with a bias and without an activation;
-        0 leaves them out.
+    conv_width: width of all causal convolutions; 0 leaves them out. They have a bias, which starts
+        at 0, and no activation.
+    pre_conv: the layer's input is x + convolution(x), as in all models that the authors train.
+        Theirs adds the convolution to the residual stream itself, in front of the layer's norm;
+        here, where the layer gets x from its norm, the layer alone sees it.
     output_gate: multiply the normed output by GELU(gate), in the tanh form.
     rope_theta: base of the rotary frequencies; positions count within a mini-batch. None leaves
         positions out.
@@ -52,6 +54,7 @@ class TTTMixerConfig:
     base_lr: float = 1.0
     share_qk: bool = True
     conv_width: int = 4
+    pre_conv: bool = True
     output_gate: bool = True
     rope_theta: float | None = 10000.0
     initial_std: float = 0.02
@@ -65,6 +68,8 @@ class TTTMixerConfig:
         checks.at_least("initial_std", self.initial_std, 0, whole=False)
         checks.at_least("heads", self.heads, 1, optional=True)
         checks.at_least("rope_theta", self.rope_theta, 1, whole=False, optional=True)
+        checks.flag("pre_conv", self.pre_conv)
+        self.pre_conv = self.pre_conv and self.conv_width > 0
         if self.share_qk and not self.conv_width:
             raise ValueError(
                 "conv_width must be at least 1 with share_qk, or q and k would be the same; got 0"
@@ -75,6 +80,7 @@ class TTTMixerState(NamedTuple):
     """The inner models of N sequences, and the last inputs of the convolutions."""
 
     inner: TTTState
+    x_tail: Tensor | None = None
     q_tail: Tensor | None = None
     k_tail: Tensor | None = None
 
@@ -95,10 +101,13 @@ class TTTMixer(Mixer):
         self.eta_proj = nn.Linear(dim, self.heads)
         self.g_proj = nn.Linear(dim, dim, bias=False) if config.output_gate else None
         streams = {"q": dim, "k": dim} if config.conv_width else {}
-        # Biases as large as the weights would make all keys alike at first, hence zero_bias.
-        self.convolutions = StreamConvolutions(
-            streams, config.conv_width, bias=True, zero_bias=True, activation="identity"
-        )
+        # The authors train in JAX, whose biases start at zero; biases as large as the weights would
+        # make all keys alike at first.
+        options: dict[str, Any] = {"bias": True, "zero_bias": True, "activation": "identity"}
+        self.convolutions = StreamConvolutions(streams, config.conv_width, **options)
+        self.pre_convolution: ShortConvolution | None = None
+        if config.pre_conv:
+            self.pre_convolution = ShortConvolution(dim, config.conv_width, **options)
         self.theta_offset = nn.Parameter(torch.empty(config.minibatch))
         self.initial_weight = nn.Parameter(torch.empty(self.heads, self.head_dim, self.head_dim))
         self.initial_bias = nn.Parameter(torch.empty(self.heads, self.head_dim))
@@ -121,6 +130,10 @@ class TTTMixer(Mixer):
     ) -> tuple[Tensor, TTTMixerState]:
         if state is None:
             state = self.init_state(sequences(x, cu_seqlens))
+        x_tail = state.x_tail
+        if self.pre_convolution is not None:
+            convolved, x_tail = self.pre_convolution(x, x_tail, cu_seqlens)
+            x = x + convolved
         q = self.q_proj(x)
         k = q if self.k_proj is None else self.k_proj(x)
         streams, tails = self.convolutions({"q": q, "k": k}, state, cu_seqlens)
@@ -140,7 +153,7 @@ class TTTMixer(Mixer):
         y = self.out_norm(y.flatten(2))
         if self.g_proj is not None:
             y = y * F.gelu(self.g_proj(x), approximate="tanh")
-        return self.o_proj(y), TTTMixerState(inner, **tails)
+        return self.o_proj(y), TTTMixerState(inner, x_tail, **tails)
 
     def init_state(self, batch: int) -> TTTMixerState:
         weight, bias = wide(self.initial_weight), wide(self.initial_bias)
@@ -151,18 +164,25 @@ class TTTMixer(Mixer):
             bias.new_zeros(batch, *bias.shape),
             torch.zeros(batch, dtype=torch.long, device=weight.device),
         )
-        return TTTMixerState(inner, **self.convolutions.init_tails(batch))
+        before = self.pre_convolution
+        x_tail = None if before is None else before.init_tail(batch)
+        return TTTMixerState(inner, x_tail, **self.convolutions.init_tails(batch))
 
     def state_size(self, tokens: int | None = None) -> float:
         # The inner model, the sum of the steps of the mini-batch so far, and the offset in it.
         inner = 2 * self.heads * (self.head_dim + 1) * self.head_dim + 1
-        return inner + self.convolutions.state_size()
+        return inner + self._pre_weights(1) + self.convolutions.state_size()
 
     def flops(self, context: int) -> float:
         # Four multiply-adds for every number of the inner model: it is applied to the key and to
         # the query, an outer product is added to the steps, and the steps times theta to the model.
         inner = self.heads * (self.head_dim + 1) * self.head_dim * 4 * 2
-        return inner + self.convolutions.flops()
+        return inner + 2 * self._pre_weights(0) + self.convolutions.flops()
+
+    def _pre_weights(self, first: int) -> int:
+        """Weights of the convolution in front, without the first taps; 0 if there is none."""
+        before = self.pre_convolution
+        return 0 if before is None else before.weight[:, first:].numel()
 
     def _theta(self) -> Tensor:
         """The factor of each place i of a mini-batch, at least 0; 1 / i at initialisation."""

@@ -29,7 +29,12 @@ class TrellisConfig(PreTrainedConfig):
         without its name, {"slots": 32}. The fields are those of each mixer's configuration
         class, e.g. trellis.mixers.TrellisMixerConfig, which can be given as well.
     norm_eps: epsilon of the RMS norms.
-    initializer_range: standard deviation of the initial weights of linear maps and embeddings.
+    initializer_range: standard deviation from which the weights of a linear map with 768 inputs
+        are drawn. A map with n inputs is drawn with initializer_range * sqrt(768 / n), so that
+        what it returns has the same scale at every width. The last maps of mixers and MLPs, whose
+        results are added to the residual stream, are drawn with that / sqrt(2 *
+        num_hidden_layers), so that their sum over all layers has the same scale at every depth.
+        Embeddings are drawn as a map with hidden_size inputs, which they are where they are tied.
     segment_size: without gradients, an input of more tokens is read in segments of this many.
     loss_tokens: the loss holds the logits of at most this many tokens in memory at once.
     """

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from .config import TrellisConfig
 from .loss import IGNORED, next_token_loss
 from .relay import Relay
 
+#: Inputs of a linear map whose weights are drawn with `initializer_range` itself.
+SPREAD_INPUTS = 768
+
 
 class TrellisPreTrainedModel(PreTrainedModel):
     config_class = TrellisConfig
@@ -37,11 +41,29 @@ class TrellisPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         # Only functions of nn.init: transformers makes them do nothing for weights it has loaded.
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            nn.init.normal_(module.weight, std=self._spread(module))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # False: otherwise transformers passes over modules without parameters of their own, such as
+        # mixers whose reset_parameters fills parts of their maps.
+        super()._initialize_weights(module, False)
+
+    def _spread(self, module: nn.Linear | nn.Embedding) -> float:
+        """The standard deviation of a map's weights at the start; see `initializer_range`."""
+        inputs = module.weight.shape[1]  # an embedding's width is its inputs where it is tied
+        std = self.config.initializer_range * math.sqrt(SPREAD_INPUTS / inputs)
+        outputs = [
+            output
+            for block in self.base_model.layers
+            for output in (block.mixer.output_projection, block.mlp.down_proj)
+        ]
+        if any(module is output for output in outputs):
+            std /= math.sqrt(2 * self.config.num_hidden_layers)
+        return std
 
     def init_cache(self, batch: int) -> TrellisCache:
         """The cache of `batch` sequences before their first token."""
