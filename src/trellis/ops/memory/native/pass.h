@@ -359,23 +359,33 @@ struct Pass {
       store(dmemory + d * M() + i, load(dmemory + d * M() + i) * whole + v);
     });
     to_lanes(b.dz, b.lanes, M());
-    for (int t = 0; t < C; t++)
-      for (int i = 0; i < M(); i += VL)
-        store(b.scratch + t * M() + i, load(b.dz + t * M() + i) * c.z_start[t]);
-    float* dpoint = stale ? danchor : dmemory;  // of what z reads
-    product(D(), M(), C, c.x, 1, D(), b.scratch, M(), [&](int d, int i, vf v) {
-      store(dpoint + d * M() + i, load(dpoint + d * M() + i) + v);
-    });
-    vf rows[C / VL] = {};
-    product(D(), C, M(), stale ? c.anchor : c.memory, M(), 1, b.lanes, C, [&](int d, int t, vf v) {
-      const vf scaled = v * load(c.z_start + t);
-      rows[t / VL] += scaled * load(c.x_lanes + d * C + t);
-      store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) + scaled);
-    });
-    alignas(64) float starts[C];  // weigh the decays in z_start
-    for (int t = 0; t < C; t += VL) store(starts + t, rows[t / VL]);
-    if (!stale) {
+    const float* scaled_dz = b.dz;  // times z_start: 1 for an anchor that has not decayed
+    if (!stale || after) {
+      for (int t = 0; t < C; t++)
+        for (int i = 0; i < M(); i += VL)
+          store(b.scratch + t * M() + i, load(b.dz + t * M() + i) * c.z_start[t]);
+      scaled_dz = b.scratch;
+    }
+    if (stale) {
+      product(D(), M(), C, c.x, 1, D(), scaled_dz, M(), [&](int d, int i, vf v) {
+        store(danchor + d * M() + i, load(danchor + d * M() + i) + v);
+      });
+      product(D(), C, M(), c.anchor, M(), 1, b.lanes, C, [&](int d, int t, vf v) {
+        store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) + v * load(c.z_start + t));
+      });
+    } else {
       alignas(64) float mixed[C * C], flipped[C * C];
+      product(D(), M(), C, c.x, 1, D(), scaled_dz, M(), [&](int d, int i, vf v) {
+        store(dmemory + d * M() + i, load(dmemory + d * M() + i) + v);
+      });
+      vf rows[C / VL] = {};
+      product(D(), C, M(), c.memory, M(), 1, b.lanes, C, [&](int d, int t, vf v) {
+        const vf scaled = v * load(c.z_start + t);
+        rows[t / VL] += scaled * load(c.x_lanes + d * C + t);
+        store(b.dx_lanes + d * C + t, load(b.dx_lanes + d * C + t) + scaled);
+      });
+      alignas(64) float starts[C];
+      for (int t = 0; t < C; t += VL) store(starts + t, rows[t / VL]);
       // Before its token's decay z_t sees the decays up to t - 1: one row up.
       const int up = after ? 0 : 1;
       for (int t = up; t < C; t++) b.starts[t - up] += starts[t];
@@ -407,7 +417,7 @@ struct Pass {
       for (int s = 0; s < i; s++) across += columns[i * C + s];
       dlog_decay[i] = from + across;
     }
-    if (stale && after)  // where z_start is the token's own decay alone
-      for (int t = 0; t < C; t++) dlog_decay[t] += starts[t];
+    if (stale && after)  // z_t is proportional to its token's decay
+      for (int t = 0; t < C; t++) dlog_decay[t] += dot(b.dz + t * M(), c.z + t * M(), M());
   }
 };
