@@ -18,7 +18,7 @@ def ours(mixer="trellis", name=None, **fields):
     torch.manual_seed(0)
     tokenizer = load_tokenizer("bytes")
     config = TrellisConfig(
-        vocab_size=tokenizer.vocab_size, mixer=mixer, initializer_range=0.2, **SIZES, **fields
+        vocab_size=tokenizer.vocab_size, mixer=mixer, initializer_range=0.04, **SIZES, **fields
     )
     return Subject(name or f"small {mixer}", TrellisForCausalLM(config), tokenizer, {})
 

@@ -56,8 +56,8 @@ def assert_same_weights(actual, expected, tolerance=1e-4):
 
 #: Without a normalising f, and with a skip. What the first token of a sequence reads is a multiple
 #: of its own code, which ln_silu scales to one length whatever its size: the output jumps where the
-#: multiple changes its sign, and rounding errors of 1e-7 become 1e-3 within 20 steps. The norm behind
-#: the memory does the same to what the memory answers, unless the skip adds the value to it.
+#: multiple changes its sign, and rounding errors of 1e-7 become 1e-3 within 20 steps. The norm
+#: behind the memory does the same to what the memory answers, unless the skip adds the value to it.
 SMOOTH = {"f": "silu", "skip": 1.0}
 VARIANTS = {
     "ddp": {"train": {"strategy": "ddp"}},
