@@ -378,7 +378,7 @@ def evaluated_model(mixer="trellis", name=None, **fields):
     torch.manual_seed(0)
     tokenizer = load_tokenizer("bytes")
     config = TrellisConfig(
-        vocab_size=tokenizer.vocab_size, mixer=mixer, initializer_range=0.2, hidden_size=32,
+        vocab_size=tokenizer.vocab_size, mixer=mixer, initializer_range=0.04, hidden_size=32,
         num_hidden_layers=2, num_attention_heads=2, **fields,
     )  # fmt: skip
     return EvaluatedModel(name or f"small {mixer}", TrellisForCausalLM(config), tokenizer, {})

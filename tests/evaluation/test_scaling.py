@@ -49,10 +49,13 @@ def runs(corpus, tmp_path_factory):
 
 def by_hand(mixer, vocabulary, context):
     """FLOPs of training on one token: width 32, 2 layers, 2 heads of 16, an MLP of 64."""
-    maps = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * vocabulary
+    gates = 0 if mixer == "transformer" else 32 * 32
+    maps = 2 * (4 * 32 * 32 + gates + 3 * 32 * 64) + 32 * vocabulary
     attention = 4 * 32 * (context + 1) / 2
     memories = 4 * 2 * 16 * 17  # of 16 x 16, and a normaliser of 16
-    return 3 * 2 * (maps + (attention if mixer == "transformer" else memories))
+    convolutions = 3 * 2 * 4 * 32
+    mixing = attention if mixer == "transformer" else memories + convolutions
+    return 3 * 2 * (maps + mixing)
 
 
 def test_flops_are_those_of_a_calculation_by_hand(runs, corpus):
