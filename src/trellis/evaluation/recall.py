@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from ..data.compression import optional
 from ..data.documents import form_of
-from ..data.sources import HUB, parse_hub
+from ..data.sources import HUB, open_hub
 from ..data.tokenizer import TextTokenizer
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Rows, Table, hash_of, json_rows, read_text
@@ -177,9 +177,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _hub(source: str) -> Iterator[Any]:
-    datasets = optional("datasets", source)
-    name, config, split = parse_hub(source if "@" in source else f"{source}@validation")
-    yield from datasets.load_dataset(name, config, split=split, streaming=True)
+    yield from open_hub(source if "@" in source else f"{source}@validation")
 
 
 def _numbered(source: str, rows: Iterable[Any]) -> Rows:
