@@ -169,6 +169,8 @@ def trellis_memory_step(
     log_beta: Tensor | tuple[Tensor, Tensor],
     gamma: Tensor | tuple[Tensor, Tensor],
     *,
+    initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
     phi: str = "silu",
     f: str = "ln_silu",
     psi: str = "identity",
@@ -176,8 +178,6 @@ def trellis_memory_step(
     mode: str = "exact",
     minibatch: int = 16,
     error_at: str = "before",
-    initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
-    backend: str = "auto",
 ) -> tuple[Tensor, MemoryState]:
     """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
 
