@@ -20,7 +20,13 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 #: Tables of measurements stand in these; every table with numbers must name its records there.
-MEASURED = ("README.md", "docs/results.md", "docs/benchmarks.md", "docs/lab-notebook.md")
+MEASURED = (
+    "README.md",
+    "docs/results.md",
+    "docs/benchmarks.md",
+    "docs/lab-notebook.md",
+    "docs/parity.md",
+)
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
