@@ -285,8 +285,8 @@ class TrellisMixer(Mixer):
     def _tie_queries(self) -> None:
         assign_(self.q_proj.weight, self.k_proj.weight)
         if "q" in self.convolutions and "k" in self.convolutions:
-            keys = self.convolutions["k"].named_parameters()
-            for (_, key), query in zip(keys, self.convolutions["q"].parameters()):
+            queries, keys = self.convolutions["q"], self.convolutions["k"]
+            for query, key in zip(queries.parameters(), keys.parameters()):
                 assign_(query, key)
 
     @property
