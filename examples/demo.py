@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 
 from trellis.data import Corpus, prepare_corpus, train_tokenizer
-from trellis.evaluation.comparison import compare
+from trellis.evaluation.comparison import compare, load_comparison
 from trellis.figures import figure
 from trellis.models.modeling import TrellisForCausalLM
 from trellis.models.sampling import generate
-from trellis.training.recipe import load_recipe
 from trellis.training.run import load_run
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
@@ -81,13 +80,12 @@ def prepare(out: Path) -> Corpus:
 
 def train_both(out: Path, corpus: Corpus) -> None:
     """Trains both mixers, into OUT/trellis and OUT/transformer, and prints a table of losses."""
-    mixers = ["trellis", "transformer"]
     heading(
         "Training: Trellis, and a Transformer++ of the same size on the same tokens",
-        f"compare recipes/{RECIPE.name} --mixers {','.join(mixers)} --out {out}",
+        f"compare recipes/{RECIPE.name} --out {out}",
     )
-    recipe = load_recipe(RECIPE, [f"data.path={json.dumps(str(corpus.path))}"])
-    compare(recipe, mixers, out, print)
+    comparison = load_comparison(RECIPE, [f"data.path={json.dumps(str(corpus.path))}"])
+    compare(comparison, out, print)
 
 
 def sample(run: Path) -> None:

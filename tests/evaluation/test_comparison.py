@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import signal
 
 import numpy as np
@@ -7,9 +8,16 @@ import pytest
 from tests.support import make_corpus, recipe
 
 from trellis.evaluation import comparison
-from trellis.evaluation.comparison import bigram_loss, compare
+from trellis.evaluation.comparison import (
+    CompareSection,
+    Comparison,
+    bigram_loss,
+    compare,
+    load_comparison,
+)
 from trellis.training import loop
 from trellis.training.metrics import read_metrics
+from trellis.training.run import recipe_of
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +62,16 @@ def test_bigram_counts_are_those_of_the_formula():
         bigram_loss(train, held_out, 9000, context=4, tokens=100)
 
 
+def of(chosen, *mixers, **section):
+    """A comparison of mixers as they are by default."""
+    return Comparison(chosen, CompareSection(variants={name: {} for name in mixers}, **section))
+
+
 def test_mixers_are_trained_side_by_side(tmp_path):
     chosen = recipe(make_corpus(tmp_path), train={"steps": 4}, checkpoint={"every": 2})
     said = []
     out = tmp_path / "runs"
-    result = compare(chosen, ["transformer", "trellis"], out, said.append)
+    result = compare(of(chosen, "transformer", "trellis"), out, said.append)
     assert [row["mixer"] for row in result["rows"]] == ["transformer", "trellis"]
     for row in result["rows"]:
         last = [r for r in read_metrics(out / row["mixer"]) if "validation_loss" in r][-1]
@@ -74,20 +87,20 @@ def test_mixers_are_trained_side_by_side(tmp_path):
 
     # What is finished is not trained again; what is new is added.
     before = (out / "trellis" / "metrics.jsonl").read_bytes()
-    again = compare(chosen, ["trellis"], out, said.append)
+    again = compare(of(chosen, "trellis"), out, said.append)
     assert (out / "trellis" / "metrics.jsonl").read_bytes() == before
     assert again["rows"] == result["rows"][1:]
 
     other = recipe(make_corpus(tmp_path / "other"), train={"steps": 5})
     with pytest.raises(ValueError, match="trained by another recipe"):
-        compare(other, ["trellis"], out, said.append)
+        compare(of(other, "trellis"), out, said.append)
 
 
 def test_a_run_that_diverges_shows(tmp_path):
     train = {"steps": 5, "learning_rate": 1e30, "warmup": 0.0, "clip": 0.0, "max_bad_steps": 50}
     chosen = recipe(make_corpus(tmp_path), train=train)
     said = []
-    (row,) = compare(chosen, ["transformer"], tmp_path / "runs", said.append)["rows"]
+    (row,) = compare(of(chosen, "transformer"), tmp_path / "runs", said.append)["rows"]
     assert row["first_loss"] is not None
     assert row["last_loss"] is None
     assert row["skipped_steps"] == 4
@@ -101,7 +114,7 @@ def test_a_signal_stops_the_comparison_and_says_how_to_go_on(tmp_path, monkeypat
     monkeypatch.setattr(comparison, "train", interrupted)
     said = []
     with pytest.raises(loop.Interrupted) as stopped:
-        compare(recipe(make_corpus(tmp_path)), ["trellis"], tmp_path / "runs", said.append)
+        compare(of(recipe(make_corpus(tmp_path)), "trellis"), tmp_path / "runs", said.append)
     assert stopped.value.exit_code == 130
     assert said[-1] == f"stopped in {tmp_path / 'runs' / 'trellis'}; the same command goes on"
 
@@ -111,15 +124,15 @@ def test_what_cannot_be_compared_is_said_before_anything_is_written(tmp_path):
     corpus = make_corpus(tmp_path)
     chosen = recipe(corpus, model={"mixer_config": {"slots": 8}})
     with pytest.raises(ValueError, match=r"mixer_config must be empty; got \{'slots': 8\}"):
-        compare(chosen, ["trellis"], out, print)
+        compare(of(chosen, "trellis"), out, print)
     with pytest.raises(ValueError, match="mixers must name at least one"):
-        compare(recipe(corpus), [], out, print)
+        compare(of(recipe(corpus), "trellis").only([]), out, print)
     nothing = make_corpus(tmp_path / "all", held_out=0.0)
     with pytest.raises(ValueError, match="holds nothing out to compare on"):
-        compare(recipe(nothing), ["trellis"], out, print)
+        compare(of(recipe(nothing), "trellis"), out, print)
     missing = recipe(corpus, data={"path": str(tmp_path / "none")})
     with pytest.raises(FileNotFoundError, match="no prepared text"):
-        compare(missing, ["trellis"], out, print)
+        compare(of(missing, "trellis"), out, print)
     assert not out.exists()
 
 
@@ -128,5 +141,101 @@ def test_text_that_is_missing_is_made_from_its_sources(tmp_path):
     path = tmp_path / "made"
     sources = [str(tmp_path / "source.jsonl")]
     chosen = recipe(corpus, data={"path": str(path), "sources": sources}, train={"steps": 1})
-    compare(chosen, ["transformer"], tmp_path / "runs", print)
+    compare(of(chosen, "transformer"), tmp_path / "runs", print)
     assert path.is_dir()
+
+
+def test_the_best_rate_is_used_for_all_seeds_and_contexts(tmp_path):
+    text = f"""
+        [model]
+        hidden_size = 16
+        num_hidden_layers = 1
+        num_attention_heads = 2
+        [data]
+        path = {json.dumps(str(make_corpus(tmp_path).path))}
+        context = 16
+        [train]
+        steps = 3
+        batch_tokens = 64
+        [log]
+        every = 1
+        [compare]
+        rates = [1e-9, 1e-2]
+        seeds = [0, 1]
+        contexts = [16, 32]
+        [compare.variants.small]
+        mixer = "trellis"
+        mixer_config = {{slots = 4}}
+        [compare.variants.transformer]
+        seeds = [3]
+        contexts = [32]
+    """
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    out = tmp_path / "runs"
+    result = compare(load_comparison(path), out, print)
+    trained = {(r["variant"], r["context"], r["rate"], r["seed"]) for r in result["rows"]}
+    assert trained == {
+        ("small", 16, 1e-9, 0), ("small", 16, 1e-2, 0), ("small", 16, 1e-2, 1),
+        ("small", 32, 1e-2, 0), ("small", 32, 1e-2, 1),
+        ("transformer", 32, 1e-9, 3), ("transformer", 32, 1e-2, 3),
+    }  # fmt: skip
+    losses = {
+        (r["variant"], r["context"], r["rate"], r["seed"]): r["validation_loss"]
+        for r in result["rows"]
+    }
+    assert losses["small", 16, 1e-2, 0] < losses["small", 16, 1e-9, 0]
+    (row,) = (r for r in result["table"] if (r["variant"], r["context"]) == ("small", 16))
+    pair = [losses["small", 16, 1e-2, seed] for seed in (0, 1)]
+    assert row["seeds"] == 2
+    assert row["validation_loss"] == pytest.approx(np.mean(pair))
+    assert row["deviation"] == pytest.approx(np.std(pair, ddof=1))
+    assert all(r["tokens"] == 3 * 64 for r in result["rows"])
+    assert recipe_of(out / "small" / "32-0.01-1").model.mixer_config == {"slots": 4}
+    assert (out / "contexts.png").stat().st_size > 1000
+
+
+def test_runs_side_by_side_are_those_of_one_process(tmp_path):
+    comparison = of(recipe(make_corpus(tmp_path), train={"steps": 2}), "trellis", "transformer")
+    beside = compare(comparison, tmp_path / "beside", print, workers=2)
+    after = compare(comparison, tmp_path / "after", print)
+    losses = [
+        {row["variant"]: row["validation_loss"] for row in result["rows"]}
+        for result in (beside, after)
+    ]
+    assert losses[0] == losses[1]
+    assert set(losses[0]) == {"trellis", "transformer"}
+    assert "2/2" in (tmp_path / "beside" / "trellis.log").read_text()
+
+
+def test_a_signal_stops_all_workers_and_the_comparison_goes_on(tmp_path):
+    corpus = make_corpus(tmp_path)
+    out = tmp_path / "runs"
+    comparison = of(recipe(corpus, train={"steps": 5000}), "trellis", "transformer")
+    began = []
+
+    def interrupt(line):
+        began.append(line)
+        if len(began) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(loop.Interrupted) as stopped:
+        compare(comparison, out, interrupt, workers=2)
+    assert stopped.value.exit_code == 143
+    assert began[-1] == f"stopped in {out}; the same command goes on"
+
+
+def test_names_and_numbers_of_a_comparison_are_checked(tmp_path):
+    chosen = recipe(make_corpus(tmp_path))
+    with pytest.raises(ValueError, match=r"mixer must be one of .*; got 'trelis'"):
+        of(chosen, "trelis")
+    with pytest.raises(ValueError, match=r"has no key compare\.variants\.a\.mixr; did you mean"):
+        Comparison(chosen, CompareSection(variants={"a": {"mixr": "trellis"}}))
+    with pytest.raises(ValueError, match=r"seeds must differ from one another; got \[1, 1\]"):
+        of(chosen, "trellis", seeds=[1, 1])
+    with pytest.raises(ValueError, match=r"contexts needs train\.batch_tokens"):
+        of(chosen, "trellis", contexts=[8, 16])
+    with pytest.raises(ValueError, match="the name must be that of a folder"):
+        Comparison(chosen, CompareSection(variants={"../a": {"mixer": "trellis"}}))
+    with pytest.raises(ValueError, match=r"mixers must be among trellis; got 'treliss'; did you"):
+        of(chosen, "trellis").only(["treliss"])

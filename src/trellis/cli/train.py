@@ -64,25 +64,31 @@ def train(
 
 
 def compare(
-    recipe: Annotated[Path, Argument(help="A recipe (.toml).")],
-    mixers: Annotated[str, Option(help="Names separated by commas; default: all.")] = "",
+    recipe: Annotated[Path, Argument(help="A recipe (.toml), with or without [compare].")],
+    mixers: Annotated[
+        str, Option(help="Names of variants or mixers, separated by commas; default: all.")
+    ] = "",
     out: Annotated[
         Path | None, Option(help="The runs' folder; default: runs/X for a recipe named X.toml.")
     ] = None,
     settings: Settings = None,
+    workers: Annotated[
+        int, Option(help="Runs at the same time, which share the cores.", min=1)
+    ] = 1,
 ) -> None:
-    """Train several mixers by one recipe, with equal parameters on the same tokens."""
-    from ..evaluation.comparison import compare as compare_runs
-    from ..mixers import MIXERS
-    from ..mixers.registry import check_name
-    from ..training.recipe import load_recipe
+    """Train variants of a model by one recipe, with equal parameters on the same tokens.
 
-    compared = options.names(mixers) if mixers else list(MIXERS)
-    for name in compared:
-        check_name(name)
-    chosen = load_recipe(recipe, settings or ())
+    The recipe's section [compare] names the variants, learning rates, seeds and contexts; without
+    it, all mixers are compared as they are by default. What is finished is not trained again.
+    """
+    from ..evaluation.comparison import compare as compare_runs
+    from ..evaluation.comparison import load_comparison
+
+    chosen = load_comparison(recipe, settings or ())
+    if mixers:
+        chosen = chosen.only(options.names(mixers))
     with _exit_codes():
-        compare_runs(chosen, compared, out or Path("runs") / recipe.stem, typer.echo)
+        compare_runs(chosen, out or Path("runs") / recipe.stem, typer.echo, workers)
 
 
 def generate(

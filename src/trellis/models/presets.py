@@ -92,6 +92,12 @@ def describe(
     )
 
 
+def state_bytes(config: TrellisConfig, tokens: int) -> int:
+    """The bytes, in fp32, of what a model keeps of one sequence after so many tokens."""
+    mixers = [module for module in weightless(config).modules() if isinstance(module, Mixer)]
+    return int(4 * sum(mixer.state_size(tokens) for mixer in mixers))
+
+
 def weightless(config: TrellisConfig) -> TrellisForCausalLM:
     """A model on the meta device: it has shapes, but takes no memory."""
     with torch.device("meta"):

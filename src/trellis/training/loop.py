@@ -45,7 +45,7 @@ class TrainingStopped(RuntimeError):
 
 
 class Diverged(TrainingStopped):
-    """The run has done and saved all steps, but its last steps were not finite and were skipped."""
+    """Steps were not finite: too many in a row to go on, or the last ones of the run."""
 
 
 class Interrupted(TrainingStopped):
@@ -274,7 +274,7 @@ class Trainer:
             for number in range(len(self.micro)):
                 self._forward(self._batch(self.step - 1, number), relayed[number])
         cause = diagnose(self.model, outputs, self.group.union)
-        raise TrainingStopped(
+        raise Diverged(
             f"{self.bad_in_a_row} steps in a row gave a loss or gradient that is not finite (step "
             f"{self.step}: loss {loss}, gradient norm {norm}): {cause}. {self._newest()}"
         )

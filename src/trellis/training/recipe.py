@@ -288,7 +288,7 @@ def from_dict(table: Mapping[str, Any]) -> Recipe:
         ValueError: a key is unknown (the nearest known one is named), or a value has the wrong
             type or is out of range.
     """
-    recipe = _build(Recipe, table, "")
+    recipe = build(Recipe, table, "")
     recipe.check()
     return recipe
 
@@ -366,8 +366,11 @@ def _parsed(setting: str) -> dict[str, Any]:
     return value
 
 
-def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
-    """A recipe or a section from a table; `prefix` is the section's name for errors, "train."."""
+def build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
+    """A dataclass, such as a recipe or a section, from a table of its fields.
+
+    prefix: the section's name for errors, such as "train.".
+    """
     hints = typing.get_type_hints(cls)
     values = {}
     for key, value in table.items():
@@ -388,7 +391,7 @@ def _build(cls: type, table: Mapping[str, Any], prefix: str) -> Any:
                 )
             if not isinstance(value, Mapping):
                 raise ValueError(f"{prefix}{key} must be a section; got {value!r}")
-            values[key] = _build(typing.cast(type, wanted), value, f"{prefix}{key}.")
+            values[key] = build(typing.cast(type, wanted), value, f"{prefix}{key}.")
         else:
             values[key] = _typed(value, wanted, f"{prefix}{key}")
     return cls(**values)

@@ -30,7 +30,7 @@ from ... import checks
 from ...mixers import MIXERS
 from ...models.loss import IGNORED
 from ...models.modeling import TrellisForCausalLM
-from ...training.recipe import _build, read_table
+from ...training.recipe import build, read_table
 
 #: Presets that come with the package: recipes/mqar/NAME.toml.
 PRESETS = ("zoology", "based", "small")
@@ -368,7 +368,7 @@ def preset(name: str, settings: Iterable[str] = ()) -> Preset:
     for key in ("vocab_size", "groups", "widths", "learning_rates"):
         if key not in values:
             raise ValueError(f"{path} must have the key {key}")
-    found: Preset = _build(Preset, values, "")
+    found: Preset = build(Preset, values, "")
     found.check()
     return found
 
