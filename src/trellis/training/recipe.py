@@ -294,8 +294,13 @@ def from_dict(table: Mapping[str, Any]) -> Recipe:
 
 
 def load_recipe(path: Path, settings: Iterable[str] = ()) -> Recipe:
-    """A recipe from a TOML file, with settings such as "train.steps=100" in place of its values."""
-    return from_dict(read_table(path, settings))
+    """A recipe from a TOML file, with settings such as "train.steps=100" in place of its values.
+
+    The section [compare] is left out: it is for `trellis compare`.
+    """
+    table = read_table(path, settings)
+    table.pop("compare", None)
+    return from_dict(table)
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
