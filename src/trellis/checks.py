@@ -119,17 +119,30 @@ def dimensions(name: str, tensor: Tensor, letters: str) -> None:
         raise ValueError(f"{name} must have shape {letters}; got {list(tensor.shape)}")
 
 
-def not_empty(name: str, tensor: Tensor, letters: str) -> None:
-    """A batch may have no sequences (B = 0) or no tokens (T = 0); every other size is at least 1.
+def sizes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Checks tensors against shapes in letters, and returns the size that each letter stands for.
 
-    letters: the shape in an error message, such as "[B,T,H,K]" or, without tokens, "[B,H,K]".
+    sizes(q=(q, "B,T,H,K"), v=(v, "B,T,H,V")) gives {"B": 2, "T": 9, "H": 3, "K": 8, "V": 5}. A
+    letter has the same size in every tensor; the first tensor that has it decides. A batch may have
+    no sequences (B = 0) or no tokens (T = 0); every other size is at least 1. A tensor of None, an
+    optional argument that was left out, is passed over.
     """
-    leading = "B and T" if "T" in letters else "B"
-    if 0 in tensor.shape[2 if "T" in letters else 1 :]:
-        raise ValueError(
-            f"{name} must have shape {letters} with sizes of at least 1 behind {leading}; "
-            f"got {list(tensor.shape)}"
-        )
+    found: dict[str, int] = {}
+    floats(**present(**{name: tensor for name, (tensor, _) in given.items()}))
+    for name, (tensor, letters) in given.items():
+        if tensor is None:
+            continue
+        dimensions(name, tensor, f"[{letters}]")
+        for letter, size in zip(letters.split(","), tensor.shape):
+            found.setdefault(letter, size)
+            if size == 0 and letter not in ("B", "T"):
+                leading = "B and T" if "T" in letters else "B"
+                raise ValueError(
+                    f"{name} must have shape [{letters}] with sizes of at least 1 behind "
+                    f"{leading}; got {list(tensor.shape)}"
+                )
+        shape(name, tensor, [found[letter] for letter in letters.split(",")], f"[{letters}]")
+    return found
 
 
 def parts(name: str, given: object, counts: Sequence[int], what: str) -> tuple[Any, ...]:
@@ -158,9 +171,9 @@ def offsets(offset: Tensor, minibatch: int) -> list[int]:
     return found
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """fp64 if any input is, else fp32."""
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 

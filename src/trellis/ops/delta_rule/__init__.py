@@ -52,28 +52,19 @@ def delta_rule(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v, "beta": beta, **checks.present(log_decay=log_decay)}
-    checks.floats(**given)
-    checks.dimensions("q", q, "[B,T,H,K]")
-    checks.dimensions("v", v, "[B,T,H,V]")
-    batch, tokens, heads, key_dim = q.shape
-    lead = (batch, tokens, heads)
-    checks.shape("k", k, q.shape, "[B,T,H,K]")
-    checks.shape("v", v, (*lead, v.shape[3]), "[B,T,H,V]")
-    checks.shape("beta", beta, lead, "[B,T,H]")
-    if log_decay is not None:
-        checks.shape("log_decay", log_decay, lead, "[B,T,H]")
-
-    checks.not_empty("q", q, "[B,T,H,K]")
-    checks.not_empty("v", v, "[B,T,H,V]")
-    dtype = checks.compute_dtype(*given.values())
-    expected = (checks.sequences(batch, cu_seqlens, q.device), heads, key_dim, v.shape[3])
+    size = checks.sizes(
+        q=(q, "B,T,H,K"), k=(k, "B,T,H,K"), v=(v, "B,T,H,V"), beta=(beta, "B,T,H"),
+        log_decay=(log_decay, "B,T,H"),
+    )  # fmt: skip
+    dtype = checks.compute_dtype(q, k, v, beta, log_decay)
+    count = checks.sequences(size["B"], cu_seqlens, q.device)
+    expected = (count, size["H"], size["K"], size["V"])
     if initial_state is None:
         initial_state = torch.zeros(expected, dtype=dtype, device=q.device)
     checks.floats(q=q, initial_state=initial_state)
     checks.shape("initial_state", initial_state, expected, "[N,H,K,V]")
 
-    recurrence = DeltaRule(key_dim**-0.5 if scale is None else scale)
+    recurrence = DeltaRule(size["K"] ** -0.5 if scale is None else scale)
     inputs = (q, k, v, beta, log_decay)
     y, (final,) = run(
         recurrence, inputs, (initial_state.to(dtype),), cu_seqlens=cu_seqlens, backend=backend

@@ -66,20 +66,13 @@ def gated_slots(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v, "write": write, **checks.present(log_decay=log_decay)}
-    checks.floats(**given)
-    checks.dimensions("q", q, "[B,T,H,K]")
-    lead = q.shape[:3]
-    checks.not_empty("q", q, "[B,T,H,K]")
-    checks.shape("k", k, q.shape, "[B,T,H,K]")
-    for name, tensor, letter in (("v", v, "V"), ("write", write, "M")):
-        checks.dimensions(name, tensor, f"[B,T,H,{letter}]")
-        checks.shape(name, tensor, (*lead, tensor.shape[3]), f"[B,T,H,{letter}]")
-        checks.not_empty(name, tensor, f"[B,T,H,{letter}]")
-    if log_decay is not None:
-        checks.shape("log_decay", log_decay, write.shape, "[B,T,H,M]")
+    checks.sizes(
+        q=(q, "B,T,H,K"), k=(k, "B,T,H,K"), v=(v, "B,T,H,V"), write=(write, "B,T,H,M"),
+        log_decay=(log_decay, "B,T,H,M"),
+    )  # fmt: skip
     count = checks.sequences(q.shape[0], cu_seqlens, q.device)
-    state = _start(initial_state, count, q, v, write, checks.compute_dtype(*given.values()))
+    dtype = checks.compute_dtype(q, k, v, write, log_decay)
+    state = _start(initial_state, count, q, v, write, dtype)
     if scale is None:
         scale = q.shape[3] ** -0.5
     y, final = run(
@@ -111,9 +104,8 @@ def running_softmax(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    checks.floats(logits=logits, **({} if total is None else {"total": total}))
-    checks.dimensions("logits", logits, "[B,T,H,M]")
-    checks.not_empty("logits", logits, "[B,T,H,M]")
+    checks.sizes(logits=(logits, "B,T,H,M"))
+    checks.floats(logits=logits, **checks.present(total=total))
     count = checks.sequences(logits.shape[0], cu_seqlens, logits.device)
     dtype = checks.compute_dtype(logits)
     expected = (count, *logits.shape[2:])

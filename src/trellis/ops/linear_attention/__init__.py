@@ -56,24 +56,16 @@ def linear_attention(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v, **checks.present(log_decay=log_decay)}
-    checks.floats(**given)
-    checks.dimensions("q", q, "[B,T,G,K]")
-    checks.dimensions("v", v, "[B,T,H,V]")
-    batch, tokens, heads, _ = v.shape
-    groups, key_dim = q.shape[2:]
-    checks.shape("q", q, (batch, tokens, groups, key_dim), "[B,T,G,K]")
-    checks.shape("k", k, q.shape, "[B,T,G,K]")
-    checks.not_empty("q", q, "[B,T,G,K]")
-    checks.not_empty("v", v, "[B,T,H,V]")
+    checks.sizes(v=(v, "B,T,H,V"), q=(q, "B,T,G,K"), k=(k, "B,T,G,K"))
+    heads, (groups, key_dim) = v.shape[2], q.shape[2:]
     if heads % groups:
         raise ValueError(f"the groups of q must divide the heads of v, {heads}; got {groups}")
-    if log_decay is not None:
-        checks.shape("log_decay", log_decay, (batch, tokens, heads), "[B,T,H]")
-        log_decay = log_decay.unflatten(2, (groups, -1))
-    count = checks.sequences(batch, cu_seqlens, q.device)
-    dtype = checks.compute_dtype(*given.values())
+    checks.sizes(v=(v, "B,T,H,V"), log_decay=(log_decay, "B,T,H"))
+    count = checks.sequences(q.shape[0], cu_seqlens, q.device)
+    dtype = checks.compute_dtype(q, k, v, log_decay)
     memory = _start(initial_state, (count, heads, key_dim, v.shape[3]), normalize, dtype, v)
+    if log_decay is not None:
+        log_decay = log_decay.unflatten(2, (groups, -1))
     if normalize:  # the normaliser is the memory of a value that is always one
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
 

@@ -81,20 +81,11 @@ def compress(
     """
     checks.choice("phi", phi, PHI_NAMES)
     checks.choice("error_at", error_at, ERROR_AT)
-    checks.floats(query=query, x=x, target=target, log_beta=log_beta, gamma=gamma)
-    checks.dimensions("x", x, "[B,T,H,D]")
-    checks.dimensions("target", target, "[B,T,H,M]")
-    batch, tokens, heads, x_dim = x.shape
-    slots = target.shape[3]
-    checks.shape("target", target, (batch, tokens, heads, slots), "[B,T,H,M]")
-    if transposed:
-        checks.shape("query", query, (batch, tokens, heads, slots), "[B,T,H,M]")
-    else:
-        checks.shape("query", query, (batch, tokens, heads, x_dim), "[B,T,H,D]")
-    checks.shape("log_beta", log_beta, (batch, tokens, heads), "[B,T,H]")
-    checks.shape("gamma", gamma, (batch, tokens, heads), "[B,T,H]")
-    checks.not_empty("x", x, "[B,T,H,D]")
-    checks.not_empty("target", target, "[B,T,H,M]")
+    checks.sizes(
+        x=(x, "B,T,H,D"), target=(target, "B,T,H,M"),
+        query=(query, "B,T,H,M" if transposed else "B,T,H,D"),
+        log_beta=(log_beta, "B,T,H"), gamma=(gamma, "B,T,H"),
+    )  # fmt: skip
     if backend == "native":
         raise ValueError(
             "backend='native' cannot run here: it computes both passes at once; compress has "
@@ -153,7 +144,7 @@ def trellis_memory(
     """
     call = _checked(
         q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch, error_at,
-        initial_state, cu_seqlens, "[B,T,H",
+        initial_state, cu_seqlens, "B,T,H",
     )  # fmt: skip
     checks.choice("backend", backend, BACKENDS)
     one_token = cu_seqlens is None and q.shape[1] == 1
@@ -186,7 +177,7 @@ def trellis_memory_step(
     """
     call = _checked(
         q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch, error_at,
-        initial_state, None, "[B,H",
+        initial_state, None, "B,H",
     )  # fmt: skip
     checks.choice("backend", backend, BACKENDS)
     chosen = _BACKENDS.choose(backend, call, one_token=True)
@@ -266,31 +257,21 @@ def _checked(
     error_at: str,
     initial_state: MemoryState | tuple[Tensor, Tensor] | None,
     cu_seqlens: Tensor | None,
-    leading: str,
+    lead: str,
 ) -> Call:
-    """leading: the first letters of all shapes, "[B,T,H", or "[B,H" for a single token."""
+    """lead: the first letters of all shapes, "B,T,H", or "B,H" for a single token."""
     checks.choice("phi", phi, PHI_NAMES)
     checks.choice("error_at", error_at, ERROR_AT)
     checks.choice("f", f, F_NAMES)
     checks.choice("psi", psi, PSI_NAMES)
     checks.choice("value_pass", value_pass, VALUE_PASSES)
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
-    checks.floats(
-        q=q, k=k, v=v, alpha=alpha, log_beta=log_betas[0], gamma=gammas[0],
-        **{"log_beta[1]": log_betas[1], "gamma[1]": gammas[1]},
+    checks.sizes(
+        q=(q, f"{lead},K"), k=(k, f"{lead},K"), v=(v, f"{lead},V"), alpha=(alpha, f"{lead},M"),
+        log_beta=(log_betas[0], lead), gamma=(gammas[0], lead),
+        **{"log_beta[1]": (log_betas[1], lead), "gamma[1]": (gammas[1], lead)},
     )  # fmt: skip
-    checks.dimensions("q", q, f"{leading},K]")
-    checks.not_empty("q", q, f"{leading},K]")
-    lead = q.shape[:-1]
-    checks.shape("k", k, q.shape, f"{leading},K]")
-    for name, tensor, letter in (("v", v, "V"), ("alpha", alpha, "M")):
-        checks.dimensions(name, tensor, f"{leading},{letter}]")
-        checks.shape(name, tensor, (*lead, tensor.shape[-1]), f"{leading},{letter}]")
-        checks.not_empty(name, tensor, f"{leading},{letter}]")
-    for name, pair in (("log_beta", log_betas), ("gamma", gammas)):
-        for tensor in pair:
-            checks.shape(name, tensor, lead, f"{leading}]")
-    if "T" not in leading:
+    if "T" not in lead:
         q, k, v, alpha = (x.unsqueeze(1) for x in (q, k, v, alpha))
         log_betas, gammas = _with_time(log_betas), _with_time(gammas)
 

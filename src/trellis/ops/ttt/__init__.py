@@ -69,20 +69,18 @@ def ttt_linear(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    given = {"q": q, "k": k, "v": v, "eta": eta, "theta": theta}
-    given |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
-    checks.floats(**given)
-    checks.dimensions("q", q, "[B,T,H,D]")
-    checks.not_empty("q", q, "[B,T,H,D]")
+    checks.floats(q=q, theta=theta)
+    if theta.dim() not in (1, 2) or theta.shape[-1] < 1:
+        raise ValueError(f"theta must have shape [b] or [H,b] with b >= 1; got {list(theta.shape)}")
+    checks.sizes(
+        q=(q, "B,T,H,D"), k=(k, "B,T,H,D"), v=(v, "B,T,H,D"), eta=(eta, "B,T,H"),
+        theta=(theta, "b" if theta.dim() == 1 else "H,b"),
+        norm_weight=(norm_weight, "H,D"), norm_bias=(norm_bias, "H,D"),
+    )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
-    checks.shape("k", k, q.shape, "[B,T,H,D]")
-    checks.shape("v", v, q.shape, "[B,T,H,D]")
-    checks.shape("eta", eta, q.shape[:3], "[B,T,H]")
-    minibatch = _minibatch(theta, heads)
-    checks.shape("norm_weight", norm_weight, (heads, head_dim), "[H,D]")
-    checks.shape("norm_bias", norm_bias, (heads, head_dim), "[H,D]")
+    minibatch = theta.shape[-1]
     count = checks.sequences(batch, cu_seqlens, q.device)
-    dtype = checks.compute_dtype(*given.values())
+    dtype = checks.compute_dtype(q, k, v, eta, theta, norm_weight, norm_bias)
     sizes = (count, heads, head_dim)
     model, steps, offset = _start(initial_state, sizes, minibatch, dtype, q.device)
     constants = (
@@ -100,14 +98,6 @@ def ttt_linear(
     bias, bias_steps = (x[:, :, -1] for x in final[:2])
     after = (offset + read).remainder(minibatch)
     return y, TTTState(weight, bias, weight_steps, bias_steps, after)
-
-
-def _minibatch(theta: Tensor, heads: int) -> int:
-    if theta.dim() not in (1, 2) or theta.shape[-1] < 1:
-        raise ValueError(f"theta must have shape [b] or [H,b] with b >= 1; got {list(theta.shape)}")
-    if theta.dim() == 2:
-        checks.shape("theta", theta, (heads, theta.shape[1]), "[H,b]")
-    return theta.shape[-1]
 
 
 def _start(
