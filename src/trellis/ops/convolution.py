@@ -150,11 +150,6 @@ def fused_convolution(
     return y, final
 
 
-@fused_convolution.register_fake
-def _(x, weight, bias, tail, cu_seqlens, silu):
-    return x.new_empty(x.shape), tail.new_empty(tail.shape)
-
-
 @torch.library.custom_op("trellis::convolution_backward", mutates_args=(), device_types="cpu")
 def fused_convolution_backward(
     dy: Tensor,
@@ -173,11 +168,6 @@ def fused_convolution_backward(
     return dx, dweight, dbias, dtail
 
 
-@fused_convolution_backward.register_fake
-def _(dy, dfinal, x, weight, bias, tail, cu_seqlens, silu):
-    return tuple(x.new_empty(0 if t is None else t.shape) for t in (x, weight, bias, tail))
-
-
 def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The first row of every sequence; a batch is a pack of equally long sequences."""
     batch, tokens = x.shape[:2]
@@ -191,17 +181,4 @@ def _sizes(weight: Tensor, tail: Tensor) -> tuple[int, int, int]:
     return tail.shape[0], weight.shape[0], weight.shape[1]
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(True)
-
-
-def _backward(ctx, dy, dfinal):
-    tensors = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
-    dx, dweight, dbias, dtail = fused_convolution_backward(dy, dfinal, *tensors, ctx.silu)
-    return dx, dweight, None if tensors[2] is None else dbias, dtail, None, None
-
-
-fused_convolution.register_autograd(_backward, setup_context=_setup)
-fused_convolution_backward.register_autograd(pointwise.refuse_double_backward("convolution"))
+pointwise.differentiable(fused_convolution, fused_convolution_backward, like=(0, 3), graded=4)

@@ -146,6 +146,6 @@ def under_transform() -> bool:
 def refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:
     """The derivative of every backward that is written by hand: there is none."""
     raise NotImplementedError(
-        "this op cannot be differentiated twice: double backward (create_graph=True) is not "
-        "supported; backend='reference' supports it"
+        "this op cannot be differentiated twice: double backward (create_graph=True) needs plain "
+        f"PyTorch, which backend='reference' or {VARIABLE}=reference runs"
     )

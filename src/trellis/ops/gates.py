@@ -39,11 +39,6 @@ def fused_silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@fused_silu_product.register_fake
-def _(gate, up):
-    return gate.new_empty(gate.shape)
-
-
 @torch.library.custom_op("trellis::silu_product_backward", mutates_args=(), device_types="cpu")
 def fused_silu_product_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
@@ -52,18 +47,4 @@ def fused_silu_product_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[T
     return dgate, dup
 
 
-@fused_silu_product_backward.register_fake
-def _(dy, gate, up):
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy):
-    return fused_silu_product_backward(dy, *ctx.saved_tensors)
-
-
-fused_silu_product.register_autograd(_backward, setup_context=_setup)
-fused_silu_product_backward.register_autograd(pointwise.refuse_double_backward("SwiGLU"))
+pointwise.differentiable(fused_silu_product, fused_silu_product_backward, like=(0,), graded=2)

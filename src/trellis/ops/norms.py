@@ -94,11 +94,6 @@ def fused_norm(
     return y
 
 
-@fused_norm.register_fake
-def _(x, weight, gate, share, eps):
-    return x.new_empty(x.shape)
-
-
 @torch.library.custom_op("trellis::norm_backward", mutates_args=(), device_types="cpu")
 def fused_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, gate: Tensor | None, share: float, eps: float
@@ -109,27 +104,10 @@ def fused_norm_backward(
     return dx, dweight, dgate
 
 
-@fused_norm_backward.register_fake
-def _(dy, x, weight, gate, share, eps):
-    return tuple(x.new_empty(0 if t is None else t.shape) for t in (x, weight, gate))
-
-
 def _rows(x: Tensor) -> tuple[int, int]:
     """The number of rows of x and the size of each."""
     size = x.shape[-1]
     return x.numel() // max(size, 1), size
 
 
-def _setup(ctx, inputs, output):
-    x, weight, gate, ctx.share, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, gate)
-
-
-def _backward(ctx, dy):
-    x, weight, gate = ctx.saved_tensors
-    dx, dweight, dgate = fused_norm_backward(dy, x, weight, gate, ctx.share, ctx.eps)
-    return dx, None if weight is None else dweight, None if gate is None else dgate, None, None
-
-
-fused_norm.register_autograd(_backward, setup_context=_setup)
-fused_norm_backward.register_autograd(pointwise.refuse_double_backward("norm"))
+pointwise.differentiable(fused_norm, fused_norm_backward, like=(0,), graded=3)

@@ -18,7 +18,6 @@ from torch import Tensor
 from ... import checks
 from ..dispatch import constant_when_compiled, refuse_double_backward
 from ..native import build
-from ..native.pages import in_large_pages
 from .state import Call, MemoryState
 
 SOURCE = build.Source(
@@ -170,7 +169,7 @@ def _parsed(options: str) -> dict[str, str]:
 def _call(function: str, options: str, tensors: dict[str, Tensor], filled: list[Tensor]) -> None:
     """Call the kernel. filled: those of the tensors that it is to fill."""
     for x in filled:
-        in_large_pages(x)
+        build.in_large_pages(x)
     ready: list[Tensor] = []
     numbers: list[int] = []
     for name, x in tensors.items():

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..dispatch import VARIABLE, asked_backend, under_transform
+from ..dispatch import asked_backend, refuse_double_backward, under_transform
 from . import build
-from .pages import blank_like
 
 SOURCE = build.Source("pointwise", build.SHARED, headers=(), shared=("simd.h",))
 #: The least size of a tensor, in numbers, that the kernels are used for: on smaller ones, as in
@@ -53,7 +52,11 @@ missing_kernel = build.missing(kernel, "norms, gates, convolutions and losses ru
 
 def fresh_like(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
     """Unfilled tensors of these shapes for a kernel to write to; None makes an empty one."""
-    return tuple(first.new_empty(0) if t is None else blank_like(t) for t in (first, *others))
+    return tuple(map(build.in_large_pages, _unfilled(first, *others)))
+
+
+def _unfilled(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(first.new_empty(0 if t is None else t.shape) for t in (first, *others))
 
 
 def run(
@@ -74,13 +77,34 @@ def run(
         raise MemoryError(f"the kernel {name} could not allocate its buffers")
 
 
-def refuse_double_backward(name: str) -> Callable[..., NoReturn]:
-    """The backward of a backward, for register_autograd: it raises NotImplementedError."""
+def differentiable(forward: Any, backward: Any, *, like: Sequence[int], graded: int) -> None:
+    """Tells PyTorch the shapes and the gradients of a kernel's custom operator.
 
-    def refuse(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"the fused {name} cannot be differentiated twice: double backward "
-            f"(create_graph=True) needs plain PyTorch, which {VARIABLE}=reference runs"
-        )
+    forward: the operator; its tensors (or None) come before its other arguments. backward: an
+    operator that takes the gradients of the results and all arguments of `forward`, and gives the
+    gradients of the first `graded` of them. like: the arguments whose shapes the results have.
+    """
 
-    return refuse
+    def shapes(*arguments: Any) -> Any:
+        found = _unfilled(*(arguments[n] for n in like))
+        return found if len(found) > 1 else found[0]
+
+    def gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
+        return _unfilled(*arguments[len(like) : len(like) + graded])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        count = sum(x is None or isinstance(x, Tensor) for x in inputs)
+        ctx.save_for_backward(*inputs[:count])
+        ctx.rest = inputs[count:]
+        ctx.set_materialize_grads(True)
+
+    def gradients(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
+        found = backward(*given, *tensors, *ctx.rest)
+        wanted = [None if x is None else d for x, d in zip(tensors, found)]
+        return *wanted, *[None] * (len(tensors) + len(ctx.rest) - graded)
+
+    forward.register_fake(shapes)
+    forward.register_autograd(gradients, setup_context=keep)
+    backward.register_fake(gradient_shapes)
+    backward.register_autograd(refuse_double_backward)
