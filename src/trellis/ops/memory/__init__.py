@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +35,19 @@ ERROR_AT = ("before", "after")
 VALUE_PASSES = ("encode", "decode")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `trellis_memory` that decide what it computes, with their defaults."""
+
+    phi: str = "silu"
+    f: str = "ln_silu"
+    psi: str = "identity"
+    value_pass: str = "encode"
+    mode: str = "exact"
+    minibatch: int = 16
+    error_at: str = "before"
 
 
 def compress(
@@ -108,13 +123,13 @@ def trellis_memory(
     log_beta: Tensor | tuple[Tensor, Tensor],
     gamma: Tensor | tuple[Tensor, Tensor],
     *,
-    phi: str = "silu",
-    f: str = "ln_silu",
-    psi: str = "identity",
-    value_pass: str = "encode",
-    mode: str = "exact",
-    minibatch: int = 16,
-    error_at: str = "before",
+    phi: str = Options.phi,
+    f: str = Options.f,
+    psi: str = Options.psi,
+    value_pass: str = Options.value_pass,
+    mode: str = Options.mode,
+    minibatch: int = Options.minibatch,
+    error_at: str = Options.error_at,
     initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -142,10 +157,9 @@ def trellis_memory(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    call = _checked(
-        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch, error_at,
-        initial_state, cu_seqlens, "B,T,H",
-    )  # fmt: skip
+    options = Options(phi, f, psi, value_pass, mode, minibatch, error_at)
+    tensors = (q, k, v, alpha, log_beta, gamma)
+    call = _checked("B,T,H", *tensors, options, initial_state, cu_seqlens)
     checks.choice("backend", backend, BACKENDS)
     one_token = cu_seqlens is None and q.shape[1] == 1
     y, state = _BACKENDS.choose(backend, call, one_token=one_token).run(call)
@@ -162,26 +176,20 @@ def trellis_memory_step(
     *,
     initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
-    phi: str = "silu",
-    f: str = "ln_silu",
-    psi: str = "identity",
-    value_pass: str = "encode",
-    mode: str = "exact",
-    minibatch: int = 16,
-    error_at: str = "before",
+    **options: Any,
 ) -> tuple[Tensor, MemoryState]:
     """One token of `trellis_memory`, for decoding: the same arguments without the T dimension.
+
+    options: phi, f, psi, value_pass, mode, minibatch and error_at of `trellis_memory`.
 
     Returns y [B, H, V] and the state after the token. There is nothing to put in chunks: with
     backend="chunked" the definition runs.
     """
-    call = _checked(
-        q, k, v, alpha, log_beta, gamma, phi, f, psi, value_pass, mode, minibatch, error_at,
-        initial_state, None, "B,H",
-    )  # fmt: skip
+    tensors = (q, k, v, alpha, log_beta, gamma)
+    call = _checked("B,H", *tensors, Options(**options), initial_state)
     checks.choice("backend", backend, BACKENDS)
     chosen = _BACKENDS.choose(backend, call, one_token=True)
-    y, state = chosen.run(call) if chosen.one_token else _run_reference(call)
+    y, state = chosen.run(call) if chosen.one_token else _run_passes(call, "reference")
     return y[:, 0], state
 
 
@@ -194,27 +202,19 @@ def value_write(
     return l2norm(alpha.to(checks.compute_dtype(alpha))), v, "identity", False
 
 
-def _run_chunked(call: Call) -> tuple[Tensor, MemoryState]:
-    return _run_passes(call, "chunked")
-
-
-def _run_reference(call: Call) -> tuple[Tensor, MemoryState]:
-    return _run_passes(call, "reference")
-
-
-_BACKENDS = Backends(
-    Backend("native", custom_op.run, custom_op.unfit, custom_op.missing_kernel),
-    Backend("chunked", _run_chunked, one_token=False),
-    Backend("reference", _run_reference),
-)
-
-
 def _run_passes(call: Call, backend: str) -> tuple[Tensor, MemoryState]:
     """One pass after the other, with f between them."""
     options = (call.minibatch, call.error_at, call.cu_seqlens, backend)
     yhat, keys = _run_pass(call.keys, call.q, *options)
     y, values = _run_pass(call.values, FUNCTIONS[call.f](yhat), *options)
     return FUNCTIONS[call.psi](y).to(call.q.dtype), MemoryState.join(keys, values)
+
+
+_BACKENDS = Backends(
+    Backend("native", custom_op.run, custom_op.unfit, custom_op.missing_kernel),
+    Backend("chunked", partial(_run_passes, backend="chunked"), one_token=False),
+    Backend("reference", partial(_run_passes, backend="reference")),
+)
 
 
 def _run_pass(
@@ -242,29 +242,23 @@ def _run_pass(
 
 
 def _checked(
+    lead: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     alpha: Tensor,
     log_beta: Tensor | tuple[Tensor, Tensor],
     gamma: Tensor | tuple[Tensor, Tensor],
-    phi: str,
-    f: str,
-    psi: str,
-    value_pass: str,
-    mode: str,
-    minibatch: int,
-    error_at: str,
+    options: Options,
     initial_state: MemoryState | tuple[Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None,
-    lead: str,
+    cu_seqlens: Tensor | None = None,
 ) -> Call:
     """lead: the first letters of all shapes, "B,T,H", or "B,H" for a single token."""
-    checks.choice("phi", phi, PHI_NAMES)
-    checks.choice("error_at", error_at, ERROR_AT)
-    checks.choice("f", f, F_NAMES)
-    checks.choice("psi", psi, PSI_NAMES)
-    checks.choice("value_pass", value_pass, VALUE_PASSES)
+    checks.choice("phi", options.phi, PHI_NAMES)
+    checks.choice("error_at", options.error_at, ERROR_AT)
+    checks.choice("f", options.f, F_NAMES)
+    checks.choice("psi", options.psi, PSI_NAMES)
+    checks.choice("value_pass", options.value_pass, VALUE_PASSES)
     log_betas, gammas = _pair("log_beta", log_beta), _pair("gamma", gamma)
     checks.sizes(
         q=(q, f"{lead},K"), k=(k, f"{lead},K"), v=(v, f"{lead},V"), alpha=(alpha, f"{lead},M"),
@@ -275,14 +269,14 @@ def _checked(
         q, k, v, alpha = (x.unsqueeze(1) for x in (q, k, v, alpha))
         log_betas, gammas = _with_time(log_betas), _with_time(gammas)
 
-    count = _effective_minibatch(mode, minibatch)
+    count = _effective_minibatch(options.mode, options.minibatch)
     state = _memory_state(initial_state)
     start = _start("initial_state.keys", k, alpha, state and state.key_pass, count, cu_seqlens)
-    keys = Pass(k, alpha, log_betas[0], gammas[0], phi, False, start)
-    x, target, phi, transposed = value_write(v, alpha, phi, value_pass)
+    keys = Pass(k, alpha, log_betas[0], gammas[0], options.phi, False, start)
+    x, target, phi, transposed = value_write(v, alpha, options.phi, options.value_pass)
     start = _start("initial_state.values", x, target, state and state.value_pass, count, cu_seqlens)
     values = Pass(x, target, log_betas[1], gammas[1], phi, transposed, start)
-    return Call(q, keys, values, f, psi, count, error_at, cu_seqlens)
+    return Call(q, keys, values, options.f, options.psi, count, options.error_at, cu_seqlens)
 
 
 def _effective_minibatch(mode: str, minibatch: int) -> int:
