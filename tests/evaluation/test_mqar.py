@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -324,7 +325,7 @@ def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     assert {record["model"]["name"] for record in both} == {"trellis", "transformer"}
     captured = capsys.readouterr()
     assert "12/2" in captured.out
-    assert "transformer, width 16: rate 0.01, step 4/4: loss" in captured.err
+    assert "transformer, width 16, seed 0: rate 0.01, step 4/4: loss" in captured.err
     (drawn,) = (tmp_path / "mqar").glob("tiny-*.png")
     assert drawn.stat().st_size > 1000
     assert len(list((tmp_path / "mqar").glob("*.json"))) == 4
@@ -335,7 +336,21 @@ def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mqar, "train", refuse)
     assert measured(["trellis", "transformer"], small, tmp_path) == both
     with pytest.raises(AssertionError, match="trained again"):
-        measured(["trellis"], small, tmp_path, seed=1)
+        measured(["trellis"], small, tmp_path, seeds=[1])
+
+
+def test_all_mixers_have_equal_parameters_and_seeds_are_averaged(tmp_path, capsys):
+    small = tiny_preset(steps=1, layers=1)
+    found = measured(["transformer", "trellis"], small, tmp_path, seeds=[0, 1])
+    sizes = {record["model"]["parameters"] for record in found}
+    assert max(sizes) <= 1.02 * min(sizes)
+    assert sorted({record["setting"]["seed"] for record in found}) == [0, 1]
+    test = found[0]["setting"]["test"]
+    mine = [
+        100 * r["result"]["accuracy"] for r in found
+        if r["model"]["mixer"] == "trellis" and r["setting"]["test"] == test
+    ]  # fmt: skip
+    assert f"{fmean(mine):.1f} ± {stdev(mine):.1f}" in capsys.readouterr().out
 
 
 def test_only_what_is_missing_is_measured(tmp_path):
@@ -515,12 +530,13 @@ def test_tokens_asked_for_replace_the_rows_of_a_preset():
 
 
 def test_the_figure_is_named_by_what_it_shows():
-    def picture(one, seed=0):
-        return mqar._picture(one, mqar._common(one, seed))
+    def picture(one, *seeds):
+        return mqar._picture(one, seeds or (0,))
 
     small = preset("small")
     assert picture(small) == picture(small.changed(widths=(16,))) == "small.png"
-    others = [picture(small, 1), picture(small.changed(steps=9)), picture(tiny_preset())]
-    assert len(set(others)) == 3
-    for name, start in zip(others, ("small-", "small-", "tiny-")):
+    others = [picture(small, 1), picture(small, 0, 1), picture(small.changed(steps=9)),
+              picture(tiny_preset())]  # fmt: skip
+    assert len(set(others)) == 4
+    for name, start in zip(others, ("small-", "small-", "small-", "tiny-")):
         assert re.fullmatch(start + r"[0-9a-f]{8}\.png", name)

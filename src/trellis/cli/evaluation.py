@@ -119,15 +119,16 @@ def mqar(
     limit: Limit = None,
     out: Out = OUT,
     threads: Threads = 0,
-    seed: Annotated[int, Option(help="Seed of examples and weights.", min=0)] = 0,
+    seed: Annotated[str, Option(help="Seeds of examples and weights, separated by commas.")] = "0",
     device: Device = "cpu",
 ) -> None:
     """Multi-query associative recall: trains small models of every mixer and tests them.
 
+    All models of a width have equally many parameters, where the mixer leaves room for an MLP.
     --limit counts test examples. Weights are not kept: another --limit trains again. Processes with
     different --mixers or --widths may share a folder: table and figure show all results in it that
-    have the same preset, options and seed. The figure is PRESET.png; with other options or another
-    seed, its name has a hash of them.
+    have the same preset and options and one of the seeds. The figure is PRESET.png; with other
+    options or seeds its name has a hash of them.
     """
     from ..evaluation import mqar as task
     from ..evaluation.mqar.data import preset as preset_of
@@ -147,7 +148,8 @@ def mqar(
         random_non_queries=random_non_queries,
     )  # fmt: skip
     say = partial(typer.echo, err=True)
-    show(task.run(chosen, changed, out, seed=seed, device=device, say=say))
+    seeds = numbers("seed", seed, least=0)
+    show(task.run(chosen, changed, out, seeds=seeds, device=device, say=say))
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +25,15 @@ from ...mixers import MIXERS, Mixer
 from ...models.config import TrellisConfig
 from ...models.loss import IGNORED
 from ...models.modeling import TrellisForCausalLM
-from ...models.presets import weightless
+from ...models.presets import match_parameters, weightless
 from ...training.optimization import build_optimizer, learning_rate
 from ...training.recipe import Recipe, TrainSection
 from ..runner import Job, Record, Records, Report, Table, digest
 from .data import PRESETS, Examples, Group, Preset, Setting, accuracy, query_logits
 from .data import preset as preset_of
 
+#: The MLP of a model whose mixer leaves no parameters for one.
+SMALLEST_MLP = 8
 #: Called with a line for every look at the validation accuracy.
 Say = Callable[[str], None]
 
@@ -41,15 +43,16 @@ def run(
     preset: Preset,
     out: Path,
     *,
-    seed: int = 0,
+    seeds: Sequence[int] = (0,),
     device: str = "cpu",
     say: Say = lambda line: None,
 ) -> Report:
-    """Trains and tests every mixer at every width of the preset.
+    """Trains and tests every mixer at every width of the preset, once for each seed.
 
-    The report shows all results in the folder that have the preset's numbers and this seed, so that
-    several processes may share the work. Raises ValueError if a number is out of range, or a mixer
-    cannot have a width.
+    All models of a width have as many parameters as Transformer++ of that width, within 1%; a mixer
+    that is larger by itself is named and gets the smallest MLP. The report shows all results in the
+    folder that have the preset's numbers and one of the seeds, so that several processes may share
+    the work. Raises ValueError if a number is out of range, or a mixer cannot have a width.
     """
     preset.check()
     figures.check()
@@ -57,15 +60,17 @@ def run(
         if mixer not in mixers:
             raise ValueError(f"fields are given for {mixer!r}, which is not among the mixers")
     learners = [Learner(mixer, width, preset) for width in preset.widths for mixer in mixers]
-    common = _common(preset, seed)
+    for learner in learners:
+        if not learner.matched:
+            say(f"{learner.name} has more parameters than Transformer++ of that width")
     tested = {setting for group in preset.groups for setting in group.test}
-    tests = {one: preset.examples(one, preset.test_examples, "test", seed) for one in tested}
-    hashes = {setting: data.sha256() for setting, data in tests.items()}
 
-    def jobs(learner: Learner) -> list[Job]:
+    def jobs(learner: Learner, seed: int) -> list[Job]:
         found = []
+        common = _common(preset, seed)
+        tests = {one: preset.examples(one, preset.test_examples, "test", seed) for one in tested}
         for group in preset.groups:
-            what = f"{learner.title}, width {learner.config.hidden_size}"
+            what = f"{learner.title}, width {learner.config.hidden_size}, seed {seed}"
             if len(preset.groups) > 1:
                 sizes = [f"{one.setting.length}/{one.setting.pairs}" for one in group.train]
                 what += f", {' '.join(sizes)}"
@@ -79,18 +84,23 @@ def run(
             ))  # fmt: skip
             shared = {**common, "train": [[*one.setting, one.examples] for one in group.train]}
             for test in group.test:
-                setting = {**shared, "test": list(test), "test_sha256": hashes[test]}
+                setting = {**shared, "test": list(test), "test_sha256": tests[test].sha256()}
                 look = partial(_measure, trained, tests[test], learner.state_size(test), device)
                 found.append(Job(setting, look, f"{test.length}-{test.pairs}"))
         return found
 
     records = Records(out, "mqar")
-    records.measure(learners, jobs)
+    for seed in seeds:
+        records.measure(learners, partial(jobs, seed=seed))
     order = list(MIXERS)
-    found = [record for record in records.all() if common.items() <= record["setting"].items()]
+    wanted = [_common(preset, seed).items() for seed in seeds]
+    found = [
+        record for record in records.all()
+        if any(common <= record["setting"].items() for common in wanted)
+    ]  # fmt: skip
     found.sort(key=lambda r: (r["model"]["width"], order.index(r["model"]["mixer"]),
                               r["model"]["name"], r["setting"]["test"]))  # fmt: skip
-    picture = records.folder / _picture(preset, common)
+    picture = records.folder / _picture(preset, seeds)
     _draw(found, picture)
     return Report(found, list(_tables(found)), [picture])
 
@@ -100,12 +110,24 @@ class Learner:
 
     def __init__(self, mixer: str, width: int, preset: Preset):
         fields = preset.mixer_config.get(mixer, {})
+        shape = {
+            "vocab_size": preset.vocab_size, "hidden_size": width,
+            "num_hidden_layers": preset.layers, "num_attention_heads": preset.heads,
+        }  # fmt: skip
+        wanted = TrellisConfig(mixer="transformer", **shape)
         self.config = TrellisConfig(
-            vocab_size=preset.vocab_size, hidden_size=width, num_hidden_layers=preset.layers,
-            num_attention_heads=preset.heads, mixer=mixer,
-            mixer_config={mixer: fields} if fields else None,
-        )  # fmt: skip
-        self.identity = {"mixer": mixer, "width": width, "fields": self.config.mixer_config}
+            mixer=mixer, mixer_config={mixer: fields} if fields else None, **shape
+        )
+        self.matched = True
+        try:
+            self.config = match_parameters(self.config, wanted)
+        except ValueError:  # the mixer alone is larger than Transformer++ with its MLP
+            self.config.intermediate_size = SMALLEST_MLP
+            self.matched = False
+        self.identity = {
+            "mixer": mixer, "width": width, "fields": self.config.mixer_config,
+            "intermediate_size": self.config.intermediate_size,
+        }  # fmt: skip
         self.shape = weightless(self.config)  # raises if the mixer cannot have this width
         shown = self.config.mixer_config.get(mixer, {})
         self.title = " ".join([mixer, *(f"{name}={value}" for name, value in shown.items())])
@@ -127,11 +149,12 @@ def _common(preset: Preset, seed: int) -> dict[str, Any]:
     return json.loads(json.dumps({**preset.common(), "seed": seed}))
 
 
-def _picture(preset: Preset, common: dict[str, Any]) -> str:
+def _picture(preset: Preset, seeds: Sequence[int]) -> str:
     """PRESET.png for the preset's own numbers and seed 0, else with a hash of what they are."""
-    if preset.name in PRESETS and common == _common(preset_of(preset.name), seed=0):
+    chosen = [_common(preset, seed) for seed in seeds]
+    if preset.name in PRESETS and chosen == [_common(preset_of(preset.name), seed=0)]:
         return f"{preset.name}.png"
-    return f"{preset.name}-{digest(common, 8)}.png"
+    return f"{preset.name}-{digest(chosen[0] if len(chosen) == 1 else chosen, 8)}.png"
 
 
 def _measure(
@@ -274,12 +297,12 @@ def batches(preset: Preset, group: Group, seed: int) -> Iterator[Examples]:
         easy, epoch = 0, epoch + 1
 
 
-def _by_width(found: list[Record]) -> dict[int, dict[str, dict[tuple[int, int], Record]]]:
+def _by_width(found: list[Record]) -> dict[int, dict[str, dict[tuple[int, int], list[Record]]]]:
     """The records by width, by the name of the mixer, and by the setting of the test."""
-    groups: dict[int, Any] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[int, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in found:
         model = record["model"]
-        groups[model["width"]][model["name"]][tuple(record["setting"]["test"])] = record
+        groups[model["width"]][model["name"]][tuple(record["setting"]["test"])].append(record)
     return groups
 
 
@@ -290,16 +313,27 @@ def _tables(found: list[Record]) -> Iterator[Table]:
     for width, names in _by_width(found).items():
         rows = []
         for name, tested in names.items():
-            cells = [_cell(tested[s]["result"]) if s in tested else "" for s in settings]
+            cells = [_cell(tested[s]) if s in tested else "" for s in settings]
             last = tested[max(tested)]
-            state, parameters = last["result"]["state_size"], last["model"]["parameters"]
-            rows.append([name, *cells, f"{state:,}", f"{parameters:,}"])
-        title = f"MQAR, width {width}: accuracy in % by tokens/pairs"
-        yield Table(title, ["mixer", *heads, "state", "parameters"], rows)
+            state, parameters = last[0]["result"]["state_size"], last[0]["model"]["parameters"]
+            rows.append([name, *cells, str(len(last)), f"{4 * state:,}", f"{parameters:,}"])
+        title = f"MQAR, width {width}: accuracy in % by tokens/pairs, mean ± deviation over seeds"
+        yield Table(title, ["mixer", *heads, "seeds", "state bytes", "parameters"], rows)
 
 
-def _cell(result: dict[str, Any]) -> str:
-    return "diverged" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f}"
+def _accuracies(records: list[Record]) -> list[float]:
+    """In per cent; a seed with which training diverged has none."""
+    found = [record["result"]["accuracy"] for record in records]
+    return [100 * accuracy for accuracy in found if accuracy is not None]
+
+
+def _cell(records: list[Record]) -> str:
+    found = _accuracies(records)
+    diverged = len(records) - len(found)
+    if not found:
+        return "diverged"
+    text = f"{fmean(found):.1f}" + (f" ± {stdev(found):.1f}" if len(found) > 1 else "")
+    return f"{text} ({diverged} diverged)" if diverged else text
 
 
 def _draw(found: list[Record], path: Path) -> None:
@@ -313,10 +347,10 @@ def _draw(found: list[Record], path: Path) -> None:
     with figures.figure(path, len(widths), figsize=size, sharey=True, squeeze=False) as ((*axes,),):
         for axis, (width, tested) in zip(axes, widths.items()):
             for number, name in enumerate(names):
-                results = {s: record["result"] for s, record in tested.get(name, {}).items()}
-                shown = [s for s in settings if s in results and results[s]["accuracy"] is not None]
+                results = {s: _accuracies(records) for s, records in tested.get(name, {}).items()}
+                shown = [s for s in settings if results.get(s)]
                 x = [settings.index(setting) for setting in shown]
-                y = [100 * results[setting]["accuracy"] for setting in shown]
+                y = [fmean(results[setting]) for setting in shown]
                 style = "o-" if number < 10 else "s--"
                 axis.plot(x, y, style, color=f"C{number % 10}", label=name)
             labels = [f"{pairs}\n({length})" for length, pairs in settings]
