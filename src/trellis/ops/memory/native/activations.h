@@ -87,12 +87,7 @@ INLINE float dot(const float* a, const float* b, int np) {
 
 // layernorm (centred) or l2norm: normal = scale * P z; returns scale.
 static inline float normalise(const float* z, float* normal, Width w, bool centred) {
-  float mean = 0;
-  if (centred) {
-    vf total{};
-    for (int i = 0; i < w.np; i += VL) total += load(z + i) * load(w.mask + i);
-    mean = sum(total) / w.n;
-  }
+  const float mean = centred ? dot(z, w.mask, w.np) / w.n : 0;
   vf squares{};
   for (int i = 0; i < w.np; i += VL) {
     const vf c = (load(z + i) - mean) * load(w.mask + i);
@@ -108,12 +103,7 @@ static inline float normalise(const float* z, float* normal, Width w, bool centr
 // out = J v of that normalisation, whose Jacobian is symmetric.
 static inline void normalise_jacobian(
     const float* normal, float scale, const float* v, float* out, Width w, bool centred) {
-  float mean = 0;
-  if (centred) {
-    vf total{};
-    for (int i = 0; i < w.np; i += VL) total += load(v + i) * load(w.mask + i);
-    mean = sum(total) / w.n;
-  }
+  const float mean = centred ? dot(v, w.mask, w.np) / w.n : 0;
   const float along = dot(normal, v, w.np) * (centred ? 1.f / w.n : 1.f);
   for (int i = 0; i < w.np; i += VL)
     store(out + i, scale * ((load(v + i) - mean) * load(w.mask + i) - load(normal + i) * along));

@@ -16,6 +16,8 @@ struct Tensor {
 
   bool given() const { return type != 0; }
   float* floats() const { return static_cast<float*>(data); }
+  // The place of the first number of a token and head.
+  int64_t at(int64_t b, int64_t t, int64_t h) const { return b * batch + t * token + h * head; }
   int64_t integer(int64_t i) const {
     return type == INT64 ? static_cast<int64_t*>(data)[i] : static_cast<int32_t*>(data)[i];
   }
@@ -126,11 +128,12 @@ static inline void write_row(const Tensor& x, int64_t at, const float* in, int n
     for (int i = 0; i < n; i++) p[i] = to_half(in[i]);
 }
 
-// `count` tokens from `token` on into the first rows of out [16][np]; zeros elsewhere.
+// `count` tokens from `token` on into the first rows of out [16][np]; zeros elsewhere. The rows of a
+// gate [batch, token, head] have one number.
 static inline void read_rows(
     const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, float* out, int n,
     int np) {
-  const int64_t at = batch * x.batch + token * x.token + head * x.head;
+  const int64_t at = x.at(batch, token, head);
   for (int t = 0; t < 16; t++) {
     float* row = out + t * np;
     if (t < count) read_row(x, at + t * x.token, row, n);
@@ -144,8 +147,7 @@ template <bool WRITE = false>
 static inline void prefetch_rows(
     const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, int n) {
   const int size = x.type == FLOAT32 ? 4 : 2;
-  const char* at = static_cast<const char*>(x.data) +
-                   size * (batch * x.batch + token * x.token + head * x.head);
+  const char* at = static_cast<const char*>(x.data) + size * x.at(batch, token, head);
   for (int t = 0; t < count; t++)
     for (int i = 0; i < n * size; i += 64) __builtin_prefetch(at + size * t * x.token + i, WRITE);
 }
@@ -153,24 +155,7 @@ static inline void prefetch_rows(
 static inline void write_rows(
     const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, const float* in,
     int n, int np) {
-  const int64_t at = batch * x.batch + token * x.token + head * x.head;
-  for (int t = 0; t < count; t++) write_row(x, at + t * x.token, in + t * np, n);
-}
-
-// A gate [batch, token, head]: zeros behind the last token.
-static inline void read_gate(
-    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, float* out) {
-  const int64_t at = batch * x.batch + token * x.token + head * x.head;
-  for (int t = 0; t < 16; t++) {
-    out[t] = 0;
-    if (t < count) read_row(x, at + t * x.token, out + t, 1);
-  }
-}
-
-static inline void write_gate(
-    const Tensor& x, int64_t batch, int64_t token, int64_t head, int count, const float* in) {
-  const int64_t at = batch * x.batch + token * x.token + head * x.head;
-  for (int t = 0; t < count; t++) write_row(x, at + t * x.token, in + t, 1);
+  for (int t = 0; t < count; t++) write_row(x, x.at(batch, token + t, head), in + t * np, n);
 }
 
 // State [m][d] (contiguous) <-> memory [D][M] with zeros in the padding.

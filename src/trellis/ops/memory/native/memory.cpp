@@ -77,8 +77,8 @@ struct Runner {
       rows(p.in.target[1], b.target, p.m[1]);
     for (int i = 0; i < 2; i++) {
       Chunk& c = i ? b : a;
-      read_gate(p.in.log_decay[i], s.batch, token, h, count, c.log_decay);
-      read_gate(p.in.step_size[i], s.batch, token, h, count, c.step_size);
+      read_rows(p.in.log_decay[i], s.batch, token, h, count, c.log_decay, 1, 1);
+      read_rows(p.in.step_size[i], s.batch, token, h, count, c.step_size, 1, 1);
     }
   }
 
@@ -384,10 +384,10 @@ struct Runner {
       const Tensor (&gate)[2], int64_t batch, int64_t token, int64_t h, int count, float* d1,
       const float* d2) {
     if (gate[1].given())
-      write_gate(gate[1], batch, token, h, count, d2);
+      write_rows(gate[1], batch, token, h, count, d2, 1, 1);
     else
       for (int t = 0; t < count; t++) d1[t] += d2[t];
-    write_gate(gate[0], batch, token, h, count, d1);
+    write_rows(gate[0], batch, token, h, count, d1, 1, 1);
   }
 
   // The gradients of anchors join those of the memories that they are copies of.

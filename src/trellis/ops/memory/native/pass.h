@@ -132,24 +132,29 @@ struct Pass {
             [&](int t, int i, vf v) { store(c.z + t * M() + i, v * c.z_start[t]); });
   }
 
+  // row [M] -= sum over s from `from` to `to` - 1 of factors[s * step] rows[s][M].
+  INLINE void subtract(
+      const Pass& p, float* row, const float* rows, const float* factors, int step, int from,
+      int to) {
+    constexpr int V = MC % (4 * VL) == 0 && MC ? 4 : 1;
+    for (int i = 0; i < p.M(); i += V * VL) {
+      vf acc[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) acc[v] = load(row + i + v * VL);
+      for (int s = from; s < to; s++) {
+        const float n = factors[s * step];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[v] -= n * load(rows + s * p.M() + i + v * VL);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) store(row + i + v * VL, acc[v]);
+    }
+  }
+
   // Row t of the forward substitution.
   inline void substitute(Chunk& c, int t) const {
     float* z = c.z + t * M();
-    if (!stale) {
-      constexpr int V = MC % (4 * VL) == 0 && MC ? 4 : 1;
-      for (int i = 0; i < M(); i += V * VL) {
-        vf acc[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) acc[v] = load(z + i + v * VL);
-        for (int s = 0; s < t; s++) {
-          const float n = c.coupling[t * C + s];
-#pragma GCC unroll 4
-          for (int v = 0; v < V; v++) acc[v] -= n * load(c.writes + s * M() + i + v * VL);
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) store(z + i + v * VL, acc[v]);
-      }
-    }
+    if (!stale) subtract(*this, z, c.writes, c.coupling + t * C, 1, 0, t);
     float *u = c.u + t * M(), *write = c.writes + t * M();
     gradient(phi, z, c.target + t * M(), u, {wide.n, M(), wide.mask});
     for (int i = 0; i < M(); i += VL) store(write + i, load(u + i) * c.step_size[t]);
@@ -318,21 +323,7 @@ struct Pass {
   // Row t of the substitution in reverse, from dwrites to dz, dtarget and dstep_size.
   inline void substitute_back(const Chunk& c, Back& b, float* dstep_size, int t) const {
     float* dwrite = b.dwrites + t * M();
-    if (!stale) {
-      constexpr int V = MC % (4 * VL) == 0 && MC ? 4 : 1;
-      for (int i = 0; i < M(); i += V * VL) {
-        vf acc[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) acc[v] = load(dwrite + i + v * VL);
-        for (int p = C - 1; p > t; p--) {
-          const float n = c.coupling[p * C + t];
-#pragma GCC unroll 4
-          for (int v = 0; v < V; v++) acc[v] -= n * load(b.dz + p * M() + i + v * VL);
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) store(dwrite + i + v * VL, acc[v]);
-      }
-    }
+    if (!stale) subtract(*this, dwrite, b.dz, c.coupling + t, C, t + 1, C);
     alignas(64) float direction[WIDEST];
     vf total{};
     for (int i = 0; i < M(); i += VL) {

@@ -65,7 +65,7 @@ struct Step {
 
   static float* row_of(const Tensor& x, const Sequence& s, int64_t h, float* out, int n) {
     std::memset(out, 0, 4 * WIDEST);
-    read_row(x, s.batch * x.batch + s.token * x.token + h * x.head, out, n);
+    read_row(x, x.at(s.batch, s.token, h), out, n);
     return out;
   }
 
@@ -75,7 +75,7 @@ struct Step {
     float log_decay, step_size;
     auto of = [&](float* state, int64_t size) { return state + (n * p.heads + h) * size; };
     auto gate = [&](const Tensor& t, float& value) {
-      read_row(t, s.batch * t.batch + s.token * t.token + h * t.head, &value, 1);
+      read_row(t, t.at(s.batch, s.token, h), &value, 1);
     };
     // One pass: reads the token's x, target and gates, and gives the memory after the token.
     auto write = [&](int i, const float* mask) {
@@ -102,7 +102,7 @@ struct Step {
     std::memset(y, 0, sizeof y);
     (p.transposed ? step_read_transposed : step_read)(second, q, y, p.m[1], p.d[1]);
     activate(p.psi, y, y, {p.y_dim(), padded(p.y_dim()), mask_y.on});
-    write_row(p.y, s.batch * p.y.batch + s.token * p.y.token + h * p.y.head, y, p.y_dim());
+    write_row(p.y, p.y.at(s.batch, s.token, h), y, p.y_dim());
   }
 
   int run() const {
