@@ -15,6 +15,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from trellis.cli import app
+from trellis.models.presets import PRESETS, describe
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -124,3 +128,20 @@ def test_a_number_that_is_not_recorded_is_found_out():
     assert stands_in("2,048", recorded)
     assert not stands_in("12.4", recorded)
     assert not stands_in("2,049", recorded)
+
+
+def test_the_sizes_of_architecture_are_those_that_the_program_prints():
+    """`trellis models` prints the new rows where this fails; they belong under "Sizes"."""
+    page = ROOT / "docs" / "architecture.md"
+    all_mixers, presets = [rows for _, _, rows in tables(page)][-2:]
+    printed = CliRunner().invoke(app, ["models", "125m"])
+    lines = [line for line in printed.output.splitlines() if line.startswith("│")]
+    found = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    again = "docs/architecture.md, Sizes: run `trellis models` and copy"
+    assert all_mixers == found, f"{again} the table of 125m"
+    rows = []
+    for name in PRESETS:
+        size = describe(name, "trellis")
+        numbers = (size.blocks, size.width, size.heads)
+        rows.append([name, *map(str, numbers), f"{size.parameters:,}"])
+    assert presets == rows, f"{again} the parameters of trellis in every size"

@@ -146,7 +146,7 @@ def sizes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
 
 
 def parts(name: str, given: object, counts: Sequence[int], what: str) -> tuple[Any, ...]:
-    """The parts of a state that may be a tuple or a list of so many."""
+    """The parts of a state given as a tuple or a list. counts: how many parts it may have."""
     if not isinstance(given, (tuple, list)):
         raise TypeError(f"{name} must be {what}; got {type(given).__name__}")
     if len(given) not in counts:

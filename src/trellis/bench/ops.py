@@ -185,7 +185,8 @@ def _runnable(sizes: Sizes, tokens: int, report: Report) -> dict[str, Made]:
 def _alone(
     sizes: Sizes, lengths: list[int], rate: float, rounds: int, report: Report
 ) -> list[dict[str, Any]]:
-    """The native op without others in turn, best of many: so the GEMM rate is measured, too."""
+    """The native op without others in turn, the best of many rounds, as the rate of matrix products
+    (GEMM) is measured."""
     report("\n| T | pass | native op, alone | best | of the GEMM rate |\n|---|---|---|---|---|")
     rows = []
     for tokens in lengths:

@@ -18,8 +18,8 @@ Out = Annotated[
     Path | None, Option(help="A folder for the record, NAME.json, and its figure if any.")
 ]
 Lengths = Annotated[str, Option(help="Tokens, separated by commas.")]
-Contexts = Annotated[str, Option(help="Contexts of a decoding step.")]
-Rounds = Annotated[int, Option(help="How often everything is timed.")]
+Contexts = Annotated[str, Option(help="Tokens read before a timed decoding step.")]
+Rounds = Annotated[int, Option(help="How many times everything is timed.")]
 
 
 @app.command("ops")

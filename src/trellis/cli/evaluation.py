@@ -26,7 +26,7 @@ Out = Annotated[
     Path, Option(help="The folder of results; a result that is there is not measured again.")
 ]
 Limit = Annotated[int | None, Option(help="Take only the first N items.", min=1)]
-BatchTokens = Annotated[int, Option(help="Tokens in a batch, about.", min=1)]
+BatchTokens = Annotated[int, Option(help="About how many tokens a batch has.", min=1)]
 DocumentBytes = Annotated[
     int | None, Option(help="Take only the first N bytes of each document.", min=1)
 ]
@@ -297,7 +297,7 @@ def scaling(
     document_bytes: DocumentBytes = None,
     limit: Limit = None,
     batch_tokens: Annotated[
-        int | None, Option(help="Tokens in a batch, about; 8192 unless given.", min=1)
+        int | None, Option(help="About how many tokens a batch has; 8192 unless given.", min=1)
     ] = None,
     out: Out = OUT,
     threads: Threads = 0,

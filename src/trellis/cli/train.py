@@ -97,7 +97,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, Option(help="A file of text that comes before --prompt.")
     ] = None,
-    max_tokens: Annotated[int, Option(help="At most so many new tokens.", min=0)] = 200,
+    max_tokens: Annotated[int, Option(help="The most new tokens.", min=0)] = 200,
     temperature: Annotated[
         float, Option(help="0 takes the likeliest token; higher is more random.", min=0)
     ] = 0.8,

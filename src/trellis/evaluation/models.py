@@ -26,7 +26,7 @@ from ..training.run import RECIPE, TOKENIZER, load_run, recipe_of
 
 #: One of our models reads about this many tokens at a time.
 SEGMENT_TOKENS = 4096
-#: Fields of a configuration that change when a model is copied; the weights tell their own type.
+#: Fields of a configuration that may change when a model is copied, but not what it computes.
 _NOISE = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype",
           "torch_dtype")  # fmt: skip
 #: Names that configurations of transformers give to the longest input of an attention model.
@@ -144,7 +144,7 @@ class EvaluatedModel:
         return self.network.lm_head(torch.stack(found)), cache
 
     def _batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Rows padded on the right, where a causal model never sees it, and their mask."""
+        """Rows with padding on the right, which a causal model never sees, and their mask."""
         ids = [torch.tensor(row, dtype=torch.long, device=self.device) for row in rows]
         mask = [torch.ones_like(row) for row in ids]
         return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)

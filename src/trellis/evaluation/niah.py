@@ -60,7 +60,7 @@ def run(
     }
 
     def taken(variant: str, length: int) -> dict[str, str]:
-        """The haystack in a setting: a hash of the words that prompts may take from a text."""
+        """The haystack in a setting: for a text, a hash of the words that prompts may take."""
         if VARIANTS[variant].noise:
             return {"haystack": "noise"}
         return {"haystack": "text", "haystack_sha256": hash_of([" ".join(hay.essay(length).words)])}

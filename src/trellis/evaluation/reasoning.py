@@ -60,7 +60,7 @@ METRICS = {"perplexity": "ppl", "acc": "acc", "acc_norm": "acc_n"}
 
 
 class Items(NamedTuple):
-    """The rows of one task. cleaned: HellaSwag whose prompts are ready-made."""
+    """The rows of one task. cleaned: HellaSwag in the form with ready-made prompts."""
 
     source: str
     rows: list[dict[str, Any]]
@@ -100,7 +100,7 @@ def run(
     def measured(model: EvaluatedModel, name: str, progress: Progress) -> dict[str, Any]:
         from .lm_eval_model import TrellisLM
 
-        # It shows its own progress, since lm-eval decides how many requests an item makes.
+        # TrellisLM shows its own progress: lm-eval decides how many requests an item makes.
         return measure(TrellisLM(model=model, batch_tokens=batch_tokens), built[name], limit)
 
     def jobs(model: EvaluatedModel) -> list[Job]:
@@ -247,7 +247,7 @@ def _templates_once() -> Iterator[None]:
 
 
 def _table(found: list[list[Record]], names: Sequence[str]) -> Table:
-    """As in the paper: accuracies, with those of likelihoods per character (acc_n) beside them."""
+    """Accuracies as in the paper's table; beside them acc_n, that of likelihoods per character."""
     heads: list[str] = []
     rows = []
     for group in found:

@@ -181,7 +181,7 @@ def _hub(source: str) -> Iterator[Any]:
 
 
 def _numbered(source: str, rows: Iterable[Any]) -> Rows:
-    """Rows with their numbers, which errors of the library that reads them name as well."""
+    """Rows with their numbers. Errors of the library that reads them get the number, too."""
     number = 0
     try:
         for number, row in enumerate(rows, 1):

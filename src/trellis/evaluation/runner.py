@@ -28,7 +28,8 @@ from ..data.documents import form_of
 from ..files import write_whole
 from .scoring import Progress
 
-#: Raised when the code comes to measure something else: older results are then measured again.
+#: The version of results. It goes up when a task comes to measure something else, so that older
+#: results are measured again.
 FORMAT = 1
 
 Record = dict[str, Any]
@@ -117,7 +118,8 @@ class Records:
     def measured(self, model: Model, job: Job) -> Record:
         """The record of a measurement: read if it is there, else measured and written.
 
-        A record is found under any name of its model; it is returned with today's name and note.
+        The record of a model that has been renamed since is found as well; the name and the note of
+        what is returned are the present ones.
         Raises ValueError, before measuring, if the folder cannot be written or a file is damaged.
         """
         today = json.loads(json.dumps({"model": model.about, "note": job.note or {}}))

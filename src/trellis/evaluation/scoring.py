@@ -18,7 +18,7 @@ from torch import Tensor
 from .models import EvaluatedModel
 
 BATCH_TOKENS = 8192
-#: About so many logits exist at a time: with a large vocabulary a batch has fewer tokens.
+#: About this many logits are in memory at a time: with a large vocabulary a batch has fewer tokens.
 LOGITS = 2**26
 #: `token_losses` holds the logits of this many tokens at a time.
 LOGIT_TOKENS = 4096
@@ -195,7 +195,7 @@ def _write(
     max_tokens: int,
     writers: Sequence[_Writer],
 ) -> None:
-    """The likeliest token after another; a text that has ended leaves the batch."""
+    """Appends the likeliest token to every text, in turns; a finished text leaves the batch."""
     texts = [list(row) for row in rows]
     cache: Any = None
     for _ in range(max_tokens):

@@ -55,9 +55,9 @@ class Decay:
 def flushed(weights: Tensor) -> Tensor:
     """0 in place of weights below 5e-26 (in fp32), which lead out of the range of normal numbers.
 
-    Processors compute with the numbers beyond it many times slower. A weight that is left stays
-    normal when multiplied by anything above 2e-13. What is dropped is far below the rounding of
-    memories whose size does not differ by as many powers of ten.
+    Processors are many times slower with numbers below that range. A weight that is left stays
+    normal when multiplied by anything above 2e-13. What is dropped is far below the rounding error
+    of a memory, unless its entries differ by 20 powers of ten.
     """
     return F.hardshrink(weights, torch.finfo(weights.dtype).tiny ** (2 / 3))
 

@@ -196,9 +196,9 @@ class LogSection:
     """[log]: what is written about the run.
 
     every: steps between two records of metrics.jsonl.
-    validate_every: steps between two validations; 0: only at the end.
-    validation_tokens: tokens that a validation reads, about.
-    tensorboard: also writes events for TensorBoard.
+    validate_every: steps between two validations; 0 validates at the end alone.
+    validation_tokens: about how many tokens a validation reads.
+    tensorboard: whether events for TensorBoard are written, too.
     """
 
     every: int = 10
@@ -214,7 +214,11 @@ class LogSection:
 
 @dataclass
 class CheckpointSection:
-    """[checkpoint]: every: steps between two; 0: only at the end. keep: how many newest to keep."""
+    """[checkpoint]: when checkpoints are written.
+
+    every: steps between two checkpoints; 0 writes one at the end alone.
+    keep: how many checkpoints, the newest, stay on the disk.
+    """
 
     every: int = 0
     keep: int = 2

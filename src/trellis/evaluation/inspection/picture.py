@@ -16,19 +16,19 @@ from ...figures import figure
 Arrays = dict[str, np.ndarray]
 #: The two memories; their names stand before those of the quantities: keys_forget_gate.
 PASSES = ("keys", "values")
-#: Inches: 1800 pixels.
+#: The width of the picture in inches, which makes 1800 pixels.
 WIDTH = 15.0
-#: Images beside each other: layers, or heads of one layer.
+#: Images in a row: one for each layer, or for each head of one layer.
 COLUMNS = 3
 #: A longer text has numbers on its axes instead of tokens, and images show the age of a write.
 TEXT_TOKENS = 80
-#: Of a longer text, images show at least so many tokens after a write.
+#: The images of such a text show at least this many tokens after a write.
 AGES = 24
-#: A longer text has curves of means over as many bins.
+#: The curves of a text with more tokens than this are means over this many bins.
 BINS = 250
-#: Inches that the label of a token needs.
+#: The room that the label of a token needs, in inches.
 LABEL = 0.09
-#: These can be told apart by the colour-blind as well.
+#: Colours that the colour-blind can tell apart, too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 EXPLAINED = (
     "A layer writes every token into a memory of fixed size. The forget gate says how much of all "
@@ -89,7 +89,7 @@ def _heads(arrays: Arrays, layer: int | None, head: int | None) -> list[list[Hea
 
 
 def _draw_kept(part: Any, arrays: Arrays, rows: list[list[Head]], names: Sequence[str]) -> None:
-    """Images of what the forget gates leave of every write. names: what the rows show."""
+    """Images of what the forget gates leave of every write. names: what each row shows."""
     tokens, probes, layers = len(arrays["tokens"]), arrays["probes"], arrays["layers"]
     ages = None
     if tokens > TEXT_TOKENS:
@@ -182,7 +182,7 @@ def _finish(axis: Any, arrays: Arrays, title: str, unit: str) -> None:
 
 
 def token_axis(axis: Any, arrays: Arrays, places: np.ndarray, inches: float) -> None:
-    """Ticks with the texts of tokens, as many as fit into so many inches; or numbers, if long."""
+    """Ticks with the texts of tokens, as many as fit into `inches`; numbers for a long text."""
     if len(arrays["tokens"]) > TEXT_TOKENS:
         if len(places) < len(arrays["tokens"]):
             ticks = spread(len(places), 7)
@@ -233,7 +233,7 @@ def mean_of(values: np.ndarray) -> np.ndarray:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of range(count), evenly spread."""
+    """At most `most` numbers of range(count), evenly spread."""
     return sorted({round(n) for n in np.linspace(0, count - 1, min(count, most))})
 
 

@@ -161,7 +161,8 @@ def _halves(stacked: Tensor) -> Tensor:
 def _inverse(below: Tensor) -> Tensor:
     """(I + A)^-1 for strictly lower A, row after row; the rest of `below` is not read.
 
-    torch solves small systems one after the other: with the inverse, once; products then take all.
+    torch solves the small systems of all chunks one after the other. Solved once, for the inverse,
+    they leave only matrix products, which take all chunks at once.
     """
     one = torch.eye(below.shape[1], dtype=below.dtype, device=below.device)
     return torch.linalg.solve_triangular(

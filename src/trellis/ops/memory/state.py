@@ -90,7 +90,7 @@ class Pass(NamedTuple):
 
     x: [B, T, H, D], what is written. target: [B, T, H, M]. log_decay, step_size: [B, T, H].
     start: the state to start from, with an anchor and an offset exactly in stale mode. Where the
-        offset is 0, the anchor is of no meaning.
+        offset is 0, the anchor is not read.
     """
 
     x: Tensor
