@@ -20,6 +20,7 @@ from ..files import write_whole
 from ..mixers.base import State, map_tensors, named_tensors, rebuild
 
 if TYPE_CHECKING:
+    from .decoder import Session
     from .modeling import TrellisPreTrainedModel
 
 FORMAT = "trellis-cache"
@@ -35,10 +36,28 @@ class TrellisCache(Cache):
 
     def __init__(self, model: TrellisPreTrainedModel, states: list[State], seen: int = 0):
         super().__init__(layers=[])
-        self.states = states
+        #: Where the native decoder keeps the states while it updates them in place.
+        self.session: Session | None = None
+        self._states = states
         #: Tokens read so far per sequence, padding included: the length, in generate()'s terms.
         self.seen = seen
         self._model = weakref.ref(model)  # its weights are large, and it may hold caches itself
+
+    @property
+    def states(self) -> list[State]:
+        """The states of all layers. No token that is read later changes these tensors."""
+        self._states, self.session = self._current(), None
+        return self._states
+
+    @states.setter
+    def states(self, states: list[State]) -> None:
+        self._states, self.session = states, None
+
+    def _current(self) -> list[State]:
+        return self._states if self.session is None else self.session.current()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_states": self.states, "session": None}
 
     @property
     def nbytes(self) -> int:
@@ -47,12 +66,14 @@ class TrellisCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        if self.session is not None:
+            return self.session.batch
         return next((tensor.shape[0] for _, tensor in self._tensors()), -1)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         return [
             (f"layers.{i}.{name}", tensor)
-            for i, state in enumerate(self.states)
+            for i, state in enumerate(self._current())
             for name, tensor in named_tensors(state)
         ]
 
@@ -116,11 +137,11 @@ class TrellisCache(Cache):
         return True
 
     def __len__(self) -> int:
-        return len(self.states)
+        return len(self._states)
 
     def __repr__(self) -> str:
         return (
-            f"TrellisCache(layers={len(self.states)}, sequences={self.batch_size}, "
+            f"TrellisCache(layers={len(self)}, sequences={self.batch_size}, "
             f"seen={self.seen}, nbytes={self.nbytes})"
         )
 

@@ -21,6 +21,7 @@ from ..mixers.layers import RMSNorm
 from .backbone import Block, Packing
 from .cache import TrellisCache, hash_weights
 from .config import TrellisConfig
+from .decoder import decode
 from .loss import IGNORED, next_token_loss
 from .relay import Relay
 
@@ -222,12 +223,13 @@ class TrellisModel(TrellisPreTrainedModel):
             packing = Packing(mask)
             x, cu_seqlens = packing.pack(x), packing.cu_seqlens
         trace, states = [x], []
+        before = cache.states if cache is not None else []
         for i, block in enumerate(self.layers):
             if relay is not None:
                 x, state = block(x, relay.before(i), cu_seqlens)
                 x = relay.after(i, state, x)
             elif cache is not None:
-                x, state = block(x, cache.states[i], cu_seqlens)
+                x, state = block(x, before[i], cu_seqlens)
                 states.append(state)
             else:
                 x, _ = block(x, None, cu_seqlens)
@@ -292,6 +294,12 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
             if given is not None:
                 checks.shape("labels", labels, given.shape[:2], "[B,T]")
             targets = _shifted(labels, attention_mask, cu_seqlens)
+        plain = targets is None and not output_hidden_states and kwargs.get("relay") is None
+        if plain and inputs_embeds is None and cu_seqlens is None:
+            decoded = decode(self, input_ids, attention_mask, past_key_values, logits_to_keep)
+            if decoded is not None:
+                cache = past_key_values if kwargs.get("use_cache") is not False else None
+                return CausalLMOutputWithPast(logits=decoded, past_key_values=cache)
         whole = targets is not None or output_hidden_states or not isinstance(logits_to_keep, int)
         outputs = self.model(
             input_ids=input_ids,

@@ -1,0 +1,500 @@
+"""Decoding in one compiled call per token: when it is used, and what it is given.
+
+A `Decoder` belongs to a model. It packs the weights once, in the order in which the kernel
+(native/decoder.cpp) reads them, and again when they have changed. `TrellisForCausalLM` asks it
+first; what it does not take goes through PyTorch as ever. TRELLIS_DECODER=torch switches it off,
+TRELLIS_DECODER=bf16 packs the weights of linear maps in half the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import weakref
+from ctypes import c_char_p, c_int64, c_void_p
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import checks
+from ..mixers.base import named_tensors, rebuild
+from ..mixers.delta_net import DeltaNetMixer
+from ..mixers.layers import DecayGate, GatedNorm, RMSNorm, ShortConvolution, StreamConvolutions
+from ..mixers.transformer import TransformerMixer
+from ..mixers.trellis import TrellisMixer
+from ..ops.dispatch import asked_backend, under_transform
+from ..ops.native import build
+from ..ops.native.pages import in_large_pages
+from .backbone import Block, SwiGLU
+from .cache import TrellisCache
+
+if TYPE_CHECKING:
+    from .modeling import TrellisForCausalLM
+
+VARIABLE = "TRELLIS_DECODER"
+CHOICES = ("auto", "torch", "bf16")
+#: The most sequences of a step.
+MOST_ROWS = 16
+#: In the time that PyTorch spends on calling the operators of one layer, the kernel reads about so
+#: many bytes of weights: a few tokens at once are faster token by token where a model is small.
+BYTES_OF_A_LAYER = 40e6
+#: Bytes of weights for which another thread is worth waiting for.
+BYTES_OF_A_THREAD = 16e6
+#: Columns that a key-value cache has room for beyond those in use, at least.
+COLUMNS = 256
+
+_OPS = "../../ops/memory/native"
+SOURCE = build.Source(
+    "decoder",
+    Path(__file__).parent / "native",
+    headers=tuple(f"{_OPS}/{name}.h" for name in ("activations", "call", "step")),
+    shared=("simd.h",),
+)
+
+log = logging.getLogger("trellis")
+
+
+@functools.cache
+def kernel() -> ctypes.CDLL:
+    """The loaded library. Raises build.NoKernel where there is none."""
+    return declared(build.load(SOURCE))
+
+
+def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    loaded.trellis_slots.restype = c_char_p
+    for name in ("slot_count", "panel", "largest"):
+        getattr(loaded, f"trellis_{name}").restype = c_int64
+    loaded.trellis_free.argtypes = [c_void_p]
+    loaded.trellis_step.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    return loaded
+
+
+missing_kernel = build.missing(kernel, "decoding runs in PyTorch")
+
+
+@functools.cache
+def _optimizer_steps() -> list[int]:
+    """How many steps optimizers have taken since the first call, counted on: fused ones change
+    weights without changing their versions."""
+    count = [0]
+
+    def counted(*_: Any) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(counted)
+    return count
+
+
+class Unfit(Exception):
+    """Why a model is decoded in PyTorch."""
+
+
+def decode(
+    model: TrellisForCausalLM, input_ids: Any, mask: Tensor | None, cache: Any, keep: Any
+) -> Tensor | None:
+    """The logits of `input_ids` [B, T], read into the cache; None if PyTorch is to read them.
+
+    keep: how many of the last tokens the logits are wanted of; 0 or None: of all.
+    """
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or not isinstance(input_ids, Tensor)
+        or not isinstance(cache, TrellisCache)
+        or not (keep is None or isinstance(keep, int))
+        or input_ids.dim() != 2
+        or not 0 < input_ids.shape[0] <= MOST_ROWS
+        or input_ids.shape[0] != cache.batch_size
+        or not _all_real(mask, input_ids.shape)
+    ):
+        return None
+    decoder = Decoder.of(model)
+    if decoder is None or not 0 < input_ids.shape[1] <= decoder.most_tokens:
+        return None
+    return decoder.read(input_ids, cache, keep or 0)
+
+
+def _all_real(mask: Tensor | None, shape: torch.Size) -> bool:
+    """Whether an attention mask that fits tokens of this shape hides none of them."""
+    if mask is None:
+        return True
+    batch, tokens = shape
+    fits = mask.dim() == 2 and mask.shape[0] == batch and mask.shape[1] >= tokens
+    return fits and bool((mask[:, mask.shape[1] - tokens :] != 0).all())
+
+
+def _kind(choice: str) -> str | None:
+    """The choice of TRELLIS_DECODER for the dtype of packed weights; None: PyTorch decodes."""
+    checks.choice(VARIABLE, choice, CHOICES)
+    if (
+        choice == "torch"
+        or asked_backend() not in ("auto", "native")
+        or torch._C._is_any_autocast_enabled()
+        or under_transform()
+        or missing_kernel()
+    ):
+        return None
+    return choice
+
+
+class Decoder:
+    """The packed weights of a model, and how they are found to be out of date."""
+
+    _of_models: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
+    _told: set[str] = set()  # noqa: RUF012  # reasons that have been logged
+
+    @classmethod
+    def of(cls, model: TrellisForCausalLM) -> Decoder | None:
+        """The decoder of a model as it is now; None, with one line in the log, if it has none."""
+        choice = _kind(os.environ.get(VARIABLE, "auto"))
+        if choice is None:
+            return None
+        decoder = cls._of_models.get(model)
+        if decoder is None or not decoder.valid(choice):
+            decoder = cls._of_models[model] = cls(model, choice)
+        return None if decoder.reason else decoder
+
+    def __init__(self, model: TrellisForCausalLM, choice: str):
+        self.choice, self.library = choice, kernel()
+        self.reason = ""
+        self.changed: object = None
+        self.handle = c_void_p()
+        self.kept: list[Tensor] = []  # what the kernel has pointers to
+        inner = list(model.modules())[1:]  # hooks of the model itself run as ever
+        self.inner = [(m, m.__dict__, m._forward_hooks, m._forward_pre_hooks) for m in inner]
+        self.children = [(m._modules, name, c) for m in inner for name, c in m._modules.items()]
+        self.children += [(model._modules, name, c) for name, c in model._modules.items()]
+        self.owners = [(m._parameters, name) for m in inner for name in m._parameters]
+        try:
+            self.changed = self.versions()
+            self.build(model)
+        except Unfit as why:
+            self.reason = str(why)
+            if self.reason not in self._told:
+                self._told.add(self.reason)
+                log.warning("decoding runs in PyTorch: %s", self.reason)
+
+    def __del__(self) -> None:
+        if self.handle:
+            self.library.trellis_free(self.handle)
+
+    def valid(self, choice: str) -> bool:
+        """Whether the model is what it was: its modules, hooks and weights."""
+        if choice != self.choice or any(m.get(name) is not c for m, name, c in self.children):
+            return False
+        try:
+            return self.versions() == self.changed
+        except Unfit as why:
+            return str(why) == self.reason
+
+    def versions(self) -> list[Any]:
+        """What a change of a weight changes, other than one through `weight.data`.
+
+        Raises Unfit if a module does more than its weights say.
+        """
+        for module, attributes, hooks, pre_hooks in self.inner:
+            if hooks or pre_hooks or "forward" in attributes or module._compiled_call_impl:
+                raise Unfit(f"{type(module).__name__} has a hook or a forward of its own")
+        weights = [parameters.get(name) for parameters, name in self.owners]
+        try:
+            known = [None if w is None else (w._version, w.data_ptr()) for w in weights]
+            return [*_optimizer_steps(), *known]
+        except RuntimeError as error:  # inference tensors have no version, fake ones no address
+            raise Unfit(f"a weight cannot be followed: {error}") from error
+
+    def build(self, model: TrellisForCausalLM) -> None:
+        if torch.nn.modules.module._has_any_global_hook():
+            raise Unfit("there are hooks for all modules")
+        for name, weight in model.named_parameters():
+            plain = type(weight) in (nn.Parameter, Tensor) and weight.device.type == "cpu"
+            if not plain or weight.dtype != torch.float32:
+                raise Unfit(f"{name} is not a plain fp32 tensor on the CPU")
+        for module in list(model.modules())[1:]:
+            if type(module) not in PLAIN and module is not model.model:
+                raise Unfit(f"it does not know {type(module).__name__}")
+        backbone = model.model
+        mixers = [block.mixer for block in backbone.layers]
+        described = [_describe(mixer) for mixer in mixers]
+        self.kinds = [options["kind"] for options, _, _ in described]
+        self.slots = {
+            kind: kernel().trellis_slots(kind.encode()).decode().split() for kind in self.kinds
+        }
+        #: What the state of one sequence is made of, for each layer.
+        self.templates = [_shapes(mixer.init_state(1)) for mixer in mixers]
+        head = {"head": [model.lm_head.weight]}
+        tensors = {"embedding": backbone.embed_tokens.weight, "norm": backbone.norm.weight}
+        self.vocabulary, self.tokens = model.lm_head.out_features, model.config.vocab_size
+        self.bytes = 0
+        self.hand("model", {"eps": model.config.norm_eps}, tensors, head, ctypes.byref(self.handle))
+        for block, (options, more, maps) in zip(backbone.layers, described):
+            mlp = block.mlp
+            norms = {"mixer_norm": block.mixer_norm.weight, "mlp_norm": block.mlp_norm.weight}
+            maps |= {"out": [block.mixer.o_proj.weight], "down": [mlp.down_proj.weight],
+                     "up": [mlp.gate_proj.weight, mlp.up_proj.weight]}  # fmt: skip
+            self.hand("block", {"block_eps": block.mixer_norm.eps, **options}, norms | more, maps,
+                      self.handle)  # fmt: skip
+        self.most_tokens = 1 + int(len(mixers) * BYTES_OF_A_LAYER / self.bytes)
+
+    def hand(
+        self,
+        function: str,
+        options: dict[str, Any],
+        tensors: dict[str, Tensor],
+        maps: dict[str, list[Tensor]],
+        handle: Any,
+    ) -> None:
+        """Give the kernel options, tensors and packed maps, all by name."""
+        given = {name: t.detach().contiguous() for name, t in tensors.items()}
+        for name, weights in maps.items():
+            given[name] = self.packed(weights, interleaved=name == "up")
+            options = {**options, name: sum(len(w) for w in weights)}
+        self.kept += given.values()
+        numbers: list[int] = []
+        for t in given.values():
+            padding = (1,) * (4 - t.dim())
+            letter = ord("b") if t.dtype == torch.bfloat16 else ord("f")
+            numbers += (t.data_ptr(), letter, *t.shape, *padding, *t.stride(), *padding)
+        text = " ".join(f"{name}={value}" for name, value in options.items())
+        table = (c_int64 * len(numbers))(*numbers)
+        if getattr(kernel(), f"trellis_{function}")(
+            text.encode(), " ".join(given).encode(), table, handle
+        ):
+            raise RuntimeError(f"the decoder does not know all of the options {text!r}")
+
+    def packed(self, weights: list[Tensor], interleaved: bool) -> Tensor:
+        """Maps of one input, [outputs, inputs] each, as panels [count, inputs, outputs of a panel].
+
+        interleaved: of two maps, with half a panel from each in turn; else one behind the other.
+        """
+        size = kernel().trellis_panel() // (2 if interleaved else 1)
+        if not interleaved:
+            weights = [torch.cat([w.detach() for w in weights])]
+        panels = [F.pad(w.detach(), (0, 0, 0, -len(w) % size)).unflatten(0, (-1, size))
+                  for w in weights]  # fmt: skip
+        rows = torch.cat(panels, dim=1).mT
+        dtype = torch.bfloat16 if self.choice == "bf16" else torch.float32
+        self.bytes += rows.numel() * dtype.itemsize
+        return in_large_pages(torch.empty(rows.shape, dtype=dtype)).copy_(rows)
+
+    def read(self, ids: Tensor, cache: TrellisCache, keep: int) -> Tensor | None:
+        """The logits [B, T, V] of ids [B, T], or of the last `keep` tokens; updates the cache.
+
+        None, and nothing is read, if tokens or states are not those of this model.
+        """
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= self.tokens:
+            return None
+        session = cache.session
+        if session is None or session.decoder is not self:
+            states = cache.states
+            if [_shapes(state) for state in states] != self.templates:
+                return None
+            session = Session(self, states, len(ids))
+        rows, tokens = ids.shape
+        first = max(tokens - keep, 0) if keep else 0
+        logits = torch.empty(rows, tokens - first, self.vocabulary)
+        columns = ids.to(torch.long).T.contiguous()
+        for t in range(tokens):
+            place = logits if tokens - first == 1 else torch.empty(rows, self.vocabulary)
+            session.step(columns[t], place if t >= first else None)
+            if t >= first and place is not logits:
+                logits[:, t - first] = place
+        cache.session = session
+        cache.seen += tokens
+        return logits
+
+
+class Session:
+    """The states of a cache in buffers that the kernel updates in place, for this cache alone."""
+
+    def __init__(self, decoder: Decoder, states: list[Any], batch: int):
+        self.decoder, self.batch = decoder, batch
+        self.states = states
+        self.tensors: list[dict[str, Tensor]] = []
+        self.width = kernel().trellis_slot_count()
+        self.table = (c_int64 * (self.width * len(states)))()
+        self.room = -1  # columns that are left in key-value caches; -1: there are none
+        for i, state in enumerate(self.states):
+            found = {name: t.detach() for name, t in named_tensors(state)}
+            self.tensors.append(found)
+            if decoder.kinds[i] == "attention":
+                self._grow(i, found["keys"], found["values"])
+                found["length"] = found["length"].clone()
+            else:  # fresh and contiguous: nobody else sees what the kernel writes
+                found |= {name: t.clone(memory_format=torch.contiguous_format)
+                          for name, t in found.items()}  # fmt: skip
+            for slot, name in enumerate(decoder.slots[decoder.kinds[i]]):
+                if name in found:
+                    self.table[i * self.width + slot] = found[name].data_ptr()
+        threads = 1 + int(decoder.bytes / BYTES_OF_A_THREAD)
+        self.threads = min(threads, torch.get_num_threads())
+        self.weights = decoder.handle
+
+    def step(self, ids: Tensor, logits: Tensor | None) -> None:
+        """Reads one token of each sequence, ids [B], and fills the logits [B, V] if they are given."""
+        if self.room == 0:
+            self.room = -1
+            for i, kind in enumerate(self.decoder.kinds):
+                if kind == "attention":
+                    self._grow(i, *self._columns(i))
+        failed = kernel().trellis_step(
+            self.weights, ids.data_ptr(), self.batch, self.table,
+            None if logits is None else logits.data_ptr(), self.threads,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the decoder could not allocate its buffers")
+        self.room -= self.room > 0
+
+    def current(self) -> list[Any]:
+        """The states after the last step; the next one changes their tensors."""
+        made = []
+        for i, (state, found) in enumerate(zip(self.states, self.tensors)):
+            if self.decoder.kinds[i] == "attention":
+                keys, values = self._columns(i)
+                found = {**found, "keys": keys, "values": values}
+            made.append(rebuild(state, found))
+        return made
+
+    def _slot(self, i: int, name: str) -> int:
+        return i * self.width + self.decoder.slots[self.decoder.kinds[i]].index(name)
+
+    def _columns(self, i: int) -> tuple[Tensor, Tensor]:
+        """The filled columns of layer i's keys and values."""
+        used = slice(self.table[self._slot(i, "begin")], self.table[self._slot(i, "end")])
+        return self.tensors[i]["keys"][:, :, used], self.tensors[i]["values"][:, :, used]
+
+    def _grow(self, i: int, keys: Tensor, values: Tensor) -> None:
+        """Move the columns of layer i to buffers with room for as many again."""
+        filled = keys.shape[2]
+        room = filled + max(filled, COLUMNS)
+        for name, old in (("keys", keys), ("values", values)):
+            shape = (*old.shape[:2], room, old.shape[3])
+            new = in_large_pages(torch.empty(shape, dtype=torch.float32))
+            new[:, :, :filled] = old
+            self.tensors[i][name] = new
+            self.table[self._slot(i, name)] = new.data_ptr()
+        for name, value in (("room", room), ("begin", 0), ("end", filled)):
+            self.table[self._slot(i, name)] = value
+        left = room - filled
+        self.room = left if self.room < 0 else min(self.room, left)
+
+
+#: Modules whose parameters the kernel reads. Others, such as adapters and quantised maps, do more.
+PLAIN = (
+    nn.Linear, nn.Embedding, nn.ModuleList, RMSNorm, GatedNorm, ShortConvolution, StreamConvolutions,
+    DecayGate, Block, SwiGLU, TrellisMixer, DeltaNetMixer, TransformerMixer,
+)  # fmt: skip
+#: Fields of a Trellis mixer that the kernel computes, whatever their value, or of which only the
+#: start of the weights or of the memories depends.
+TRELLIS_FIELDS = {
+    "heads", "slots", "phi", "f", "psi", "mode", "minibatch", "error_at", "stale_step",
+    "value_pass", "conv_width", "conv_on", "conv_bias", "tie_queries", "skip", "normalize",
+    "lms_step", "step", "step_max", "step_bias", "forget_gate", "decay", "decay_rate",
+    "decay_step", "half_life", "decay_temperature", "separate_gates", "normalize_alpha",
+    "learn_initial_memory", "initial_memory_std", "norm_eps", "backend",
+}  # fmt: skip
+
+Description = tuple[dict[str, Any], dict[str, Tensor], dict[str, list[Tensor]]]
+
+
+def _shapes(state: Any) -> dict[str, Any]:
+    """What the tensors of a state must be like, but for the number of sequences and columns."""
+    found = {}
+    for name, t in named_tensors(state):
+        size = (t.shape[1], t.shape[3]) if name in ("keys", "values") else t.shape[1:]
+        found[name] = size, t.dtype, t.device.type
+    return found
+
+
+def _describe(mixer: nn.Module) -> Description:
+    """Options, tensors and maps of a mixer, by the names that the kernel looks for."""
+    if getattr(mixer.config, "backend", "auto") not in ("auto", "native"):
+        raise Unfit(f"the mixer asks for backend={mixer.config.backend!r}")
+    if isinstance(mixer, TrellisMixer):
+        return _trellis(mixer)
+    if isinstance(mixer, DeltaNetMixer):
+        return _delta_net(mixer)
+    assert isinstance(mixer, TransformerMixer)
+    _check_size("attention", mixer.head_dim)
+    options = {"kind": "attention", "heads": mixer.heads, "size": mixer.head_dim,
+               "window": mixer.config.window or 0, "theta": mixer.config.rope_theta}  # fmt: skip
+    return options, {}, {"in": [mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight]}
+
+
+def _trellis(mixer: TrellisMixer) -> Description:
+    config = mixer.config
+    unknown = {field.name for field in fields(config)} - TRELLIS_FIELDS
+    if unknown:
+        raise Unfit(f"it does not know the fields {', '.join(sorted(unknown))} of the mixer")
+    _check_size("trellis", max(mixer.head_dim, mixer.slots))
+    stale = config.mode == "stale" and config.minibatch > 1
+    keys, values = config.step_maxima
+    parts = {"q": mixer.q_proj, "k": mixer.k_proj, "v": mixer.v_proj, "alpha": mixer.alpha_proj,
+             "gate": mixer.g_proj, "step": mixer.gamma_proj, "decay": mixer.beta_proj}  # fmt: skip
+    options, tensors, maps = _projections(mixer, parts, config.normalize or ())
+    options |= {
+        "kind": "trellis", "passes": 2 if config.separate_gates else 1, "step": config.step,
+        "minibatch": config.minibatch if stale else 1, "stale_step": config.stale_step,
+        "decay": config.decay if config.forget_gate else "none", "lms": int(config.lms_step),
+        "step_max1": keys, "step_max2": values, "temperature": config.decay_temperature,
+        "eps": config.norm_eps,
+    }  # fmt: skip
+    for name in ("phi", "f", "psi", "value_pass", "error_at"):
+        options[name] = getattr(config, name)
+    tensors["out_norm"] = mixer.out_norm.weight
+    if mixer.alpha_norm is not None:
+        tensors["alpha_norm"] = mixer.alpha_norm.weight
+    if mixer.skip is not None:
+        tensors["skip"] = mixer.skip
+    return options, tensors, maps
+
+
+def _delta_net(mixer: DeltaNetMixer) -> Description:
+    _check_size("delta_net", max(mixer.key_dim, mixer.value_dim))
+    parts = {"q": mixer.q_proj, "k": mixer.k_proj, "v": mixer.v_proj, "gate": mixer.g_proj,
+             "step": mixer.b_proj, "decay": mixer.a_proj}  # fmt: skip
+    options, tensors, maps = _projections(mixer, parts, ("q", "k"))
+    options |= {
+        "kind": "delta_net", "gated": int(mixer.g_proj is not None),
+        "decays": int(mixer.decay is not None), "eps": mixer.config.norm_eps,
+        "most": 2.0 if mixer.config.allow_neg_eigval else 1.0,
+    }  # fmt: skip
+    return options, {**tensors, "out_norm": mixer.out_norm.weight}, maps
+
+
+def _projections(
+    mixer: Any, parts: dict[str, nn.Linear | None], unit: tuple[str, ...]
+) -> Description:
+    """The maps that read a mixer's input, one behind the other, and what follows them."""
+    options: dict[str, Any] = {"heads": mixer.heads}
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    for name, part in parts.items():
+        options[f"{name}_at"] = at
+        if part is None:
+            continue
+        options |= {f"{name}_size": part.out_features // mixer.heads,
+                    f"{name}_unit": int(name in unit)}  # fmt: skip
+        at += part.out_features
+        if name in ("step", "decay"):
+            tensors[f"{name}_bias"] = torch.zeros(part.out_features) if part.bias is None else part.bias
+    for name, convolution in mixer.convolutions.items():
+        tensors[f"{name}_conv"] = convolution.weight.T
+        if convolution.bias is not None:
+            tensors[f"{name}_bias"] = convolution.bias
+    if mixer.decay is not None:
+        tensors |= {"decay_bias": mixer.decay.dt_bias, "rate": mixer.decay.A_log.exp()}
+    return options, tensors, {"in": [part.weight for part in parts.values() if part is not None]}
+
+
+def _check_size(kind: str, size: int) -> None:
+    largest = kernel().trellis_largest(kind.encode())
+    if size > largest:
+        raise Unfit(f"heads of {size} channels are beyond its {largest}")
