@@ -44,7 +44,8 @@ test-sanitize: setup
 	ASAN_OPTIONS=detect_leaks=0 TRELLIS_NATIVE_TARGET=sanitize OMP_NUM_THREADS=2 \
 	$(BIN)/python -m pytest tests/ops/memory/test_backends.py tests/ops/memory/test_chaining.py \
 		tests/ops/memory/test_edges.py tests/ops/test_norms.py tests/ops/test_gates.py \
-		tests/ops/test_cross_entropy.py tests/ops/test_convolution.py -k "not all_equal and not compile"
+		tests/ops/test_cross_entropy.py tests/ops/test_convolution.py tests/models/test_decoder.py \
+		-k "not all_equal and not compile and not other_targets"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -28,7 +28,10 @@ TAKEN = {
         "mixer_config": {**PAPER, "mode": "stale", "minibatch": 5, "stale_step": "position"},
     },
     "gated_delta_net": {"mixer": "gated_delta_net"},
-    "delta_net": {"mixer": "delta_net", "mixer_config": {"allow_neg_eigval": True, "conv_on": ("k",)}},
+    "delta_net": {
+        "mixer": "delta_net",
+        "mixer_config": {"allow_neg_eigval": True, "conv_on": ("k",)},
+    },
     "transformer": {"mixer": "transformer"},
     "hybrid": {
         "mixer": ["trellis", "transformer", "gated_delta_net"],
@@ -242,7 +245,7 @@ def test_a_long_prompt_is_read_by_the_chunked_kernels(monkeypatch):
 
 @pytest.mark.parametrize("name", ["stale", "transformer"])
 def test_states_that_were_taken_out_do_not_change(name):
-    """Clones, copies, pickles and the states themselves stay what they are while decoding goes on."""
+    """Clones, copies and the states themselves stay what they are while decoding goes on."""
     model = small_model(**TAKEN[name])
     cache = model.read(tokens(2, 9))
     more = tokens(2, 5)

@@ -13,10 +13,11 @@ import functools
 import logging
 import os
 import weakref
+from collections.abc import MutableMapping
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ from ..mixers.transformer import TransformerMixer
 from ..mixers.trellis import TrellisMixer
 from ..ops.dispatch import asked_backend, under_transform
 from ..ops.native import build
-from ..ops.native.pages import in_large_pages
 from .backbone import Block, SwiGLU
 from .cache import TrellisCache
 
@@ -147,8 +147,8 @@ def _kind(choice: str) -> str | None:
 class Decoder:
     """The packed weights of a model, and how they are found to be out of date."""
 
-    _of_models: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
-    _told: set[str] = set()  # noqa: RUF012  # reasons that have been logged
+    _of_models: ClassVar[MutableMapping[nn.Module, Decoder]] = weakref.WeakKeyDictionary()
+    _told: ClassVar[set[str]] = set()  # reasons that have been logged
 
     @classmethod
     def of(cls, model: TrellisForCausalLM) -> Decoder | None:
@@ -220,7 +220,8 @@ class Decoder:
             if type(module) not in PLAIN and module is not model.model:
                 raise Unfit(f"it does not know {type(module).__name__}")
         backbone = model.model
-        mixers = [block.mixer for block in backbone.layers]
+        blocks = [cast(Any, block) for block in backbone.layers]
+        mixers = [block.mixer for block in blocks]
         described = [_describe(mixer) for mixer in mixers]
         self.kinds = [options["kind"] for options, _, _ in described]
         self.slots = {
@@ -233,7 +234,7 @@ class Decoder:
         self.vocabulary, self.tokens = model.lm_head.out_features, model.config.vocab_size
         self.bytes = 0
         self.hand("model", {"eps": model.config.norm_eps}, tensors, head, ctypes.byref(self.handle))
-        for block, (options, more, maps) in zip(backbone.layers, described):
+        for block, (options, more, maps) in zip(blocks, described):
             mlp = block.mlp
             norms = {"mixer_norm": block.mixer_norm.weight, "mlp_norm": block.mlp_norm.weight}
             maps |= {"out": [block.mixer.o_proj.weight], "down": [mlp.down_proj.weight],
@@ -281,7 +282,7 @@ class Decoder:
         rows = torch.cat(panels, dim=1).mT
         dtype = torch.bfloat16 if self.choice == "bf16" else torch.float32
         self.bytes += rows.numel() * dtype.itemsize
-        return in_large_pages(torch.empty(rows.shape, dtype=dtype)).copy_(rows)
+        return build.in_large_pages(torch.empty(rows.shape, dtype=dtype)).copy_(rows)
 
     def read(self, ids: Tensor, cache: TrellisCache, keep: int) -> Tensor | None:
         """The logits [B, T, V] of ids [B, T], or of the last `keep` tokens; updates the cache.
@@ -338,7 +339,7 @@ class Session:
         self.weights = decoder.handle
 
     def step(self, ids: Tensor, logits: Tensor | None) -> None:
-        """Reads one token of each sequence, ids [B], and fills the logits [B, V] if they are given."""
+        """Reads one token of each sequence, ids [B], and fills the logits [B, V] if given."""
         if self.room == 0:
             self.room = -1
             for i, kind in enumerate(self.decoder.kinds):
@@ -376,7 +377,7 @@ class Session:
         room = filled + max(filled, COLUMNS)
         for name, old in (("keys", keys), ("values", values)):
             shape = (*old.shape[:2], room, old.shape[3])
-            new = in_large_pages(torch.empty(shape, dtype=torch.float32))
+            new = build.in_large_pages(torch.empty(shape, dtype=torch.float32))
             new[:, :, :filled] = old
             self.tensors[i][name] = new
             self.table[self._slot(i, name)] = new.data_ptr()
@@ -388,8 +389,8 @@ class Session:
 
 #: Modules whose parameters the kernel reads. Others, such as adapters and quantised maps, do more.
 PLAIN = (
-    nn.Linear, nn.Embedding, nn.ModuleList, RMSNorm, GatedNorm, ShortConvolution, StreamConvolutions,
-    DecayGate, Block, SwiGLU, TrellisMixer, DeltaNetMixer, TransformerMixer,
+    nn.Linear, nn.Embedding, nn.ModuleList, RMSNorm, GatedNorm, ShortConvolution,
+    StreamConvolutions, DecayGate, Block, SwiGLU, TrellisMixer, DeltaNetMixer, TransformerMixer,
 )  # fmt: skip
 #: Fields of a Trellis mixer that the kernel computes, whatever their value, or of which only the
 #: start of the weights or of the memories depends.
@@ -413,7 +414,7 @@ def _shapes(state: Any) -> dict[str, Any]:
     return found
 
 
-def _describe(mixer: nn.Module) -> Description:
+def _describe(mixer: Any) -> Description:
     """Options, tensors and maps of a mixer, by the names that the kernel looks for."""
     if getattr(mixer.config, "backend", "auto") not in ("auto", "native"):
         raise Unfit(f"the mixer asks for backend={mixer.config.backend!r}")
@@ -484,7 +485,8 @@ def _projections(
                     f"{name}_unit": int(name in unit)}  # fmt: skip
         at += part.out_features
         if name in ("step", "decay"):
-            tensors[f"{name}_bias"] = torch.zeros(part.out_features) if part.bias is None else part.bias
+            none = torch.zeros(part.out_features)
+            tensors[f"{name}_bias"] = none if part.bias is None else part.bias
     for name, convolution in mixer.convolutions.items():
         tensors[f"{name}_conv"] = convolution.weight.T
         if convolution.bias is not None:
