@@ -6,7 +6,7 @@ import pytest
 from tests.support import TABLE
 from tests.test_cli import run
 
-from trellis.bench import measure, mixers, model, ops
+from trellis.bench import decoding, measure, mixers, model, ops
 from trellis.cli.bench import Record, app
 from trellis.mixers import MIXERS
 from trellis.training.recipe import from_dict
@@ -86,7 +86,35 @@ def test_the_cache_stays_flat_over_a_stream(tmp_path):
     assert (tmp_path / "stream.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["ops", "chunked", "model", "training", "stream"])
+def test_the_time_of_a_token_in_every_decoder(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "copy_rate", lambda: 1e9)
+    lines = []
+    result = decoding.run("demo", [20], [1, 2], 2, lines.append)
+    found = {(row["mixer"], row["decoder"], row["batch"]) for row in result["steps"]}
+    assert found == {(m, d, b) for m in decoding.MIXERS for d in decoding.DECODERS for b in (1, 2)}
+    decoding.draw(result, tmp_path / "decoding.png")
+    assert (tmp_path / "decoding.png").stat().st_size > 10_000
+
+
+def test_work_beside_a_busy_process(monkeypatch):
+    given = []
+
+    def fresh(module, *arguments, env):
+        given.append(env.get("OMP_WAIT_POLICY"))
+        return {"training": 2.0}
+
+    monkeypatch.setattr(measure, "in_fresh_process", fresh)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    lines = []
+    result = decoding.run_busy(0.01, lines.append)
+    assert given == [None, None, "passive", "passive"]
+    assert [row["busy"] for row in result["rates"]] == [2.0, 2.0]
+    assert "| training | as trellis sets it | 2 | 2 | 100% |" in lines
+
+
+@pytest.mark.parametrize(
+    "name", ["ops", "chunked", "model", "training", "stream", "decoding", "busy"]
+)
 def test_every_benchmark_is_a_command(name):
     assert name in {command.name for command in app.registered_commands}
 

@@ -63,10 +63,13 @@ def alternate(functions: Mapping[str, Callable[[], object]], rounds: int) -> dic
     return {name: Timing(seconds) for name, seconds in times.items()}
 
 
-def in_fresh_process(module: str, *arguments: str) -> dict:
-    """Run `python -m module arguments` and return the JSON in the last line that it prints."""
+def in_fresh_process(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> dict:
+    """Run `python -m module arguments` and return the JSON in the last line that it prints.
+
+    env: all of its environment variables; by default those of this process.
+    """
     command = [sys.executable, "-m", module, *arguments]
-    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    out = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if out.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{out.stderr}")
     return json.loads(out.stdout.splitlines()[-1])

@@ -27,17 +27,14 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddb
 KERNELS = ("trellis::memory", "GeneratedBackwardFor_trellis_memory", "aten::_scaled_dot_product")
 
 
-def run(
-    name: str, lengths: list[int], contexts: list[int], rounds: int, report: Report
-) -> dict[str, Any]:
-    """Trellis beside attention: tokens per second in training, and the time of a decoding step.
+def run(name: str, lengths: list[int], rounds: int, report: Report) -> dict[str, Any]:
+    """Trellis beside attention: tokens per second in training, for sequences of `lengths` tokens.
 
-    lengths: tokens of the sequence in training. contexts: tokens read before the decoding step.
     `report` receives lines of Markdown tables.
     """
     mixers = ("trellis", "transformer")
     models = {mixer: TrellisForCausalLM(preset(name, mixer)) for mixer in mixers}
-    result: dict[str, Any] = {"preset": name, "training": [], "decoding": []}
+    result: dict[str, Any] = {"preset": name, "training": []}
     report(f"preset {name}, fp32, {torch.get_num_threads()} threads, {rounds} rounds in turn\n")
     report("| training, T | trellis, tokens/s | attention, tokens/s | ratio |\n|---|---|---|---|")
     for tokens in lengths:
@@ -51,57 +48,11 @@ def run(
         report(f"| {tokens} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
         seconds = {mixer: timing.times for mixer, timing in timings.items()}
         result["training"].append({"T": tokens, **seconds})
-    for model in models.values():
-        model.zero_grad()
-        model.eval()
-
-    copied = measure.copy_rate()
-    weights = sum(p.numel() * 4 for p in models["trellis"].parameters())
-    report(
-        f"\nA plain large copy moves {copied / 1e9:.1f} GB/s; the weights are read once a step\n"
-    )
-    report("| decoding, context | trellis | cache | of the copy's rate | attention | cache |")
-    report("|---|---|---|---|---|---|")
-    for context in contexts:
-        cells = []
-        caches = {mixer: _filled_cache(model, context) for mixer, model in models.items()}
-        calls = {mixer: partial(_decode, model, caches[mixer]) for mixer, model in models.items()}
-        sizes = {mixer: cache.nbytes for mixer, cache in caches.items()}
-        with torch.no_grad():
-            timings = measure.alternate(calls, 4 * rounds)
-        for mixer, timing in timings.items():
-            cells.append(f"{timing} | {sizes[mixer] / 2**20:.0f} MiB")
-            if mixer == "trellis":
-                cells.append(f"{weights / timing.median / copied:.0%}")
-        report(f"| {context} | " + " | ".join(cells) + " |")
-        seconds = {mixer: timing.times for mixer, timing in timings.items()}
-        result["decoding"].append({"context": context, **seconds})
     return result
-
-
-def _decode(model: TrellisForCausalLM, cache: Any) -> object:
-    return model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
 
 
 def _loss(model: TrellisForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, labels=ids).loss
-
-
-@torch.no_grad()
-def _filled_cache(model: TrellisForCausalLM, context: int) -> Any:
-    """A cache after `context` tokens: Trellis reads them; attention's is filled with noise."""
-    if model.config.mixer == "trellis":
-        return model.read(torch.randint(0, model.config.vocab_size, (1, context)))
-    cache = model.init_cache(1)
-    heads = model.config.num_attention_heads
-    shape = (1, heads, context, model.config.hidden_size // heads)
-    length = torch.tensor([context])
-    cache.states = [
-        state._replace(keys=torch.randn(shape), values=torch.randn(shape), length=length)
-        for state in cache.states
-    ]
-    cache.seen = context
-    return cache
 
 
 def run_training(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -41,6 +42,9 @@ def trellis(
 
 
 def main() -> None:
+    # Threads that wait for work sleep instead of spinning, which would take the cores of those that
+    # work where other programs run. OpenMP reads this when torch is imported, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except (ValueError, OSError, ModuleNotFoundError) as error:

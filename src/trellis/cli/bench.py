@@ -59,18 +59,47 @@ def bench_chunked(
 def bench_model(
     preset: Annotated[str, Option(help="Model size.")] = "125m",
     lengths: Annotated[str, Option(help="Training contexts.")] = "512,2048",
-    contexts: Contexts = "1000,100000",
     rounds: Rounds = 3,
     threads: Threads = 0,
     out: Out = None,
 ) -> None:
-    """Training and decoding of a whole model, with Trellis and with attention."""
+    """Training of a whole model, with Trellis and with attention."""
     from ..bench import model
 
     record = Record("bench-model")
-    result = model.run(preset, numbers("lengths", lengths), numbers("contexts", contexts),
-                       rounds, record.say)  # fmt: skip
+    result = model.run(preset, numbers("lengths", lengths), rounds, record.say)
     record.keep(out, result)
+
+
+@app.command("decoding")
+def bench_decoding(
+    size: Annotated[str, Option(help="A preset such as 125m, or demo.")] = "demo",
+    contexts: Contexts = "1000,10000,100000",
+    batches: Annotated[str, Option(help="Sequences of a step, up to 16.")] = "1",
+    rounds: Annotated[int, Option(help="Tokens that are timed.")] = 50,
+    threads: Threads = 0,
+    out: Out = None,
+) -> None:
+    """The time of the next token, with Trellis and with attention, natively and in PyTorch."""
+    from ..bench import decoding
+
+    record = Record(f"bench-decoding-{size}")
+    result = decoding.run(size, numbers("contexts", contexts),
+                          numbers("batches", batches, most=16), rounds, record.say)  # fmt: skip
+    record.keep(out, result, decoding.draw)
+
+
+@app.command("busy")
+def bench_busy(
+    seconds: Annotated[float, Option(help="Time of each measurement.")] = 3.0,
+    threads: Threads = 0,
+    out: Out = None,
+) -> None:
+    """Training and decoding on an idle machine, and beside another program on one core."""
+    from ..bench import decoding
+
+    record = Record("bench-busy")
+    record.keep(out, decoding.run_busy(seconds, record.say))
 
 
 @app.command("training")
