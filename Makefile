@@ -7,7 +7,7 @@ FLA_STAMP := $(FLA_VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-parity test-slow test-sanitize lint format typecheck wheel bench clean
+.PHONY: setup demo test test-parity test-triton test-gpu test-slow test-sanitize lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,12 @@ $(FLA_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(FLA_VENV)/bin/python || $(PYTHON) -m venv $(FLA_VENV)
 	$(FLA_VENV)/bin/python -m pip install --quiet -e '.[parity]'
 	touch $(FLA_STAMP)
+
+# The memory's GPU kernels without a GPU: in Triton's interpreter, and compiled for three
+# architectures. The interpreter is for all of a process or for none.
+test-triton: $(FLA_STAMP)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_interpreter.py
+	OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_registers.py
 
 # What takes longer, such as the wheel in a clean environment.
 test-slow: setup

@@ -45,13 +45,9 @@ class Backend(NamedTuple):
 class Backends:
     """The implementations of one op, the fastest first; the last, "reference", takes every call."""
 
-    #: The names of the backends that some op has.
-    existing: set[str] = set()  # noqa: RUF012
-
     def __init__(self, *table: Backend):
         self.table = table
         self.names = ("auto", *(backend.name for backend in reversed(table)))
-        self.existing.update(self.names)
 
     def choose(self, name: str, call: Any, *, one_token: bool) -> Backend:
         """The backend that computes `call`, which is what its `unfit` looks at.
@@ -61,18 +57,13 @@ class Backends:
 
         Raises:
             ValueError: the backend that was asked for cannot compute this call.
-            NotImplementedError, NoKernel: it does not exist yet, or not on this machine.
+            NoKernel: it does not exist on this machine.
             RuntimeError: it was asked for by argument inside torch.func or forward-mode
                 differentiation.
         """
         source = "backend"
         if name == "auto":
             name, source = asked_backend(), VARIABLE
-        if name not in self.existing:
-            raise NotImplementedError(
-                f"{source}={name!r} is not part of this version; use 'auto', 'native', 'chunked' "
-                "or 'reference'"
-            )
         if name not in self.names:
             name = "auto"
         if under_transform():

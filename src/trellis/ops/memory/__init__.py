@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor
 from ... import checks
 from ..dispatch import BACKENDS, Backend, Backends
 from ..recurrence import run
-from . import custom_op
+from . import custom_op, triton
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
 from .chunked import Compression
 from .state import Call, MemoryState, Pass, PassState, anchored, tokens_read
@@ -85,7 +86,8 @@ def compress(
         initial_state: PassState or its memory alone, [N, H, M, D]; zeros by default.
         cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
             starts from its own entry of `initial_state`. Without it N = B.
-        backend: "auto", "reference" (the definition) or "chunked" (PyTorch, any device).
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or "triton"
+            (GPUs). "auto" takes Triton's kernels where it can.
 
     Returns:
         y [B, T, H, M] ([B, T, H, D] if transposed) in the dtype of `query`, and the final
@@ -104,14 +106,17 @@ def compress(
     if backend == "native":
         raise ValueError(
             "backend='native' cannot run here: it computes both passes at once; compress has "
-            "'chunked' and 'reference'"
+            "'triton', 'chunked' and 'reference'"
         )
+    checks.choice("backend", backend, BACKENDS)
     if isinstance(initial_state, Tensor):
         initial_state = PassState(initial_state)
     count = _effective_minibatch(mode, minibatch)
     start = _start("initial_state", x, target, initial_state, count, cu_seqlens)
     one = Pass(x, target, log_beta, gamma, phi, transposed, start)
-    y, state = _run_pass(one, query, count, error_at, cu_seqlens, backend)
+    call = (one, query, count, error_at, cu_seqlens)
+    one_token = cu_seqlens is None and x.shape[1] == 1
+    y, state = _PASS_BACKENDS.choose(backend, call, one_token=one_token).run(call)
     return y.to(query.dtype), state if output_final_state else None
 
 
@@ -133,6 +138,7 @@ def trellis_memory(
     initial_state: MemoryState | tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, MemoryState | None]:
     """The two-pass compression memory: a key pass, f, and a value pass.
@@ -146,8 +152,11 @@ def trellis_memory(
         log_beta, gamma: [B, T, H], or a pair of these, one for each pass.
         f: ln_silu, l2_silu, softmax, silu or identity. psi: identity, or any phi.
         initial_state: MemoryState, or the pair (keys, values); zeros by default.
-        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or
-            "native" (a fused CPU kernel, fp32). "auto" takes the native kernel where it can.
+        recompute: the triton backend keeps the inputs alone for the backward, and computes the rest
+            again, to the same bits. The other backends always do so.
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device), "native" (a
+            fused CPU kernel, fp32) or "triton" (GPUs). "auto" takes the first of native, triton
+            and chunked that can compute the call.
         The rest as in `compress`.
 
     Returns:
@@ -159,7 +168,9 @@ def trellis_memory(
     """
     options = Options(phi, f, psi, value_pass, mode, minibatch, error_at)
     tensors = (q, k, v, alpha, log_beta, gamma)
+    checks.flag("recompute", recompute)
     call = _checked("B,T,H", *tensors, options, initial_state, cu_seqlens)
+    call = call._replace(recompute=recompute)
     checks.choice("backend", backend, BACKENDS)
     one_token = cu_seqlens is None and q.shape[1] == 1
     y, state = _BACKENDS.choose(backend, call, one_token=one_token).run(call)
@@ -210,13 +221,6 @@ def _run_passes(call: Call, backend: str) -> tuple[Tensor, MemoryState]:
     return FUNCTIONS[call.psi](y).to(call.q.dtype), MemoryState.join(keys, values)
 
 
-_BACKENDS = Backends(
-    Backend("native", custom_op.run, custom_op.unfit, custom_op.missing_kernel),
-    Backend("chunked", partial(_run_passes, backend="chunked"), one_token=False),
-    Backend("reference", partial(_run_passes, backend="reference")),
-)
-
-
 def _run_pass(
     one: Pass,
     query: Tensor,
@@ -239,6 +243,24 @@ def _run_pass(
         return y, PassState(final[0])
     offset = one.start.moved_on(tokens_read(query, cu_seqlens), minibatch)
     return y, PassState(final[0], anchored(final[0], final[1], offset), offset)
+
+
+def _unpacked(function: Callable[..., Any], *more: str) -> Callable[[Any], Any]:
+    return lambda call: function(*call, *more)
+
+
+_BACKENDS = Backends(
+    Backend("native", custom_op.run, custom_op.unfit, custom_op.missing_kernel),
+    Backend("triton", triton.run, triton.unfit, triton.missing),
+    Backend("chunked", partial(_run_passes, backend="chunked"), one_token=False),
+    Backend("reference", partial(_run_passes, backend="reference")),
+)
+#: For one pass. A call is the tuple of the arguments of _run_pass, without the last.
+_PASS_BACKENDS = Backends(
+    Backend("triton", _unpacked(triton.run_pass), _unpacked(triton.unfit_pass), triton.missing),
+    Backend("chunked", _unpacked(_run_pass, "chunked"), one_token=False),
+    Backend("reference", _unpacked(_run_pass, "reference")),
+)
 
 
 def _checked(

@@ -105,7 +105,8 @@ class Pass(NamedTuple):
 class Call(NamedTuple):
     """A call of `trellis_memory` whose arguments have been checked.
 
-    minibatch: 1 in exact mode. error_at: "before" or "after" the token's decay.
+    minibatch: 1 in exact mode. error_at: "before" or "after" the token's decay. recompute: keep the
+    inputs alone for the backward (backends that have the choice).
     """
 
     q: Tensor
@@ -116,6 +117,7 @@ class Call(NamedTuple):
     minibatch: int
     error_at: str
     cu_seqlens: Tensor | None
+    recompute: bool = False
 
     @property
     def read(self) -> int | Tensor:

@@ -1,0 +1,173 @@
+"""`trellis bench registers`: the memory's GPU kernels, compiled without a GPU.
+
+The op runs on the CPU with kernels that only note how they are started. Each of them is then
+compiled for every architecture, with the arguments and the configuration it would have there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..ops import trellis_memory, trellis_memory_step
+from ..ops.memory import triton as backend
+
+ARCHITECTURES = (80, 90, 100)
+KERNELS = ("prepare", "write", "read", "read_back", "write_back", "finish_back", "step")
+#: What is compiled: names of the table's rows, and options of the op.
+CASES: dict[str, dict[str, Any]] = {
+    "exact, encode": {"mode": "exact", "value_pass": "encode"},
+    "exact, decode": {"mode": "exact", "value_pass": "decode"},
+    "stale, encode": {"mode": "stale", "value_pass": "encode"},
+}
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"
+}  # fmt: skip
+
+
+class Note:
+    """Stands for a kernel and notes how it is started."""
+
+    def __init__(self, name: str, starts: list[tuple[str, tuple, dict]]):
+        self.name, self.starts = name, starts
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **constants: self.starts.append((self.name, arguments, constants))
+
+
+@contextmanager
+def noted(architecture: int) -> Iterator[list[tuple[str, tuple, dict]]]:
+    """Inside, the op starts no kernel; what it would start on that architecture is listed."""
+    from ..ops.memory.triton import kernels, launch
+
+    starts: list[tuple[str, tuple, dict]] = []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(backend, "interpreted", return_value=True))
+        stack.enter_context(mock.patch.object(launch, "capability", return_value=architecture))
+        for name in KERNELS:
+            stack.enter_context(mock.patch.object(kernels, name, Note(name, starts)))
+        yield starts
+
+
+def starts_of(
+    architecture: int, dtype: torch.dtype, size: int, options: dict[str, Any]
+) -> list[tuple[str, tuple, dict]]:
+    """How a forward, a backward and a step of the op start kernels."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    heads = 12
+    vectors = [draw(1, 64, heads, size) for _ in range(4)]
+    gates = [torch.zeros(1, 64, heads, requires_grad=True) for _ in range(2)]
+    with noted(architecture) as starts:
+        y, _ = trellis_memory(*vectors, *gates, backend="triton", **options)
+        y.sum().backward()
+        with torch.no_grad():
+            token = [tensor[:, 0] for tensor in (*vectors, *gates)]
+            trellis_memory_step(*token, backend="triton", **options)
+    return starts
+
+
+def compiled(name: str, arguments: tuple, constants: dict, architecture: int) -> dict[str, int]:
+    """Registers and shared memory of a kernel, its spills in bytes, and its fp64 instructions."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    import triton
+
+    from ..ops.memory.triton import kernels
+
+    function = getattr(kernels, name)
+    constants = dict(constants)
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    if "maxnreg" in constants:
+        options["maxnreg"] = constants.pop("maxnreg")
+    names = function.arg_names
+    signature, aligned = {}, {}
+    for place, argument in enumerate(names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif isinstance(arguments[place], torch.Tensor):
+            signature[argument] = TYPES[arguments[place].dtype]
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "i32"
+    places = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=places, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        binary, text = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
+        binary.write_bytes(made.asm["cubin"])
+        text.write_text(made.asm["ptx"])
+        used = _said(tools / "cuobjdump", "-res-usage", binary)
+        code = _said(tools / "cuobjdump", "-sass", binary)
+        target = re.search(r"\.target (sm_\w+)", made.asm["ptx"])
+        assert target is not None
+        assembler = "ptxas-blackwell" if architecture >= 100 else "ptxas"
+        assembled = [tools / assembler, "-v", "--gpu-name", target[1], "-o", "/dev/null", text]
+        if "maxnreg" in options:
+            assembled[1:1] = ["--maxrregcount", str(options["maxnreg"])]
+        said = _said(*assembled)
+    return {
+        "warps": options["num_warps"],
+        "registers": _number(r"REG:(\d+)", used),
+        "spills": _number(r"(\d+) bytes spill stores", said),
+        "shared": made.metadata.shared,
+        "fp64": len(re.findall(r"\bD(?:ADD|MUL|FMA|MMA)\b", code)),
+    }
+
+
+def _said(*command: object) -> str:
+    out = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True)
+    return out.stdout + out.stderr
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"{pattern} is not in what the assembler said: {text[-300:]}")
+    return int(found[1])
+
+
+def run(
+    architectures: list[int], size: int, cases: list[str], report: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Compiles every kernel of some cases; `report` receives the lines of a Markdown table."""
+    rows = []
+    report("| kernel | case | type | architecture | warps | registers | spills, B | shared, B |")
+    report("|---|---|---|---|---|---|---|---|")
+    for dtype in (torch.bfloat16, torch.float32):
+        for architecture in architectures:
+            seen: set[str] = set()
+            for case in cases:
+                for name, arguments, constants in starts_of(architecture, dtype, size, CASES[case]):
+                    key = f"{name} {constants}"
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    found = compiled(name, arguments, constants, architecture)
+                    kind = str(dtype).removeprefix("torch.")
+                    row = {"kernel": name, "case": case, "type": kind, "size": size,
+                           "architecture": architecture, **found}  # fmt: skip
+                    rows.append(row)
+                    report(
+                        f"| {name} | {case} | {kind} | sm_{architecture} | {found['warps']} | "
+                        f"{found['registers']} | {found['spills']} | {found['shared']} |"
+                    )
+    return rows
+
+
+if __name__ == "__main__":
+    import sys
+
+    run([int(a) for a in sys.argv[1].split(",")], int(sys.argv[2]), sys.argv[3].split(";"), print)
