@@ -28,19 +28,28 @@ C = tl.constexpr(16)  # tokens of a tile
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# Products. The interpreter multiplies the bit patterns of bf16, so operands are rounded there and
-# multiplied in fp32.
+# Rounding and products. The interpreter cuts bits off where a GPU rounds to the nearest bf16, and
+# multiplies the bit patterns of bf16: there, fp32 is rounded by hand and multiplied as fp32.
+
+
+@triton.jit
+def narrow(a, DTYPE: tl.constexpr):
+    """a in a dtype that may be narrower."""
+    if INTERPRET and DTYPE == tl.bfloat16 and a.dtype == tl.float32:
+        bits = a.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        a = tl.where(a == a, bits.to(tl.float32, bitcast=True), a)
+    return a.to(DTYPE)
 
 
 @triton.jit
 def rounded(a, P: tl.constexpr):
     """a as an operand of a product of precision P."""
     if P == "bf16":
-        return a.to(tl.bfloat16).to(tl.float32) if INTERPRET else a.to(tl.bfloat16)
+        a = narrow(a, tl.bfloat16)
     elif P == "fp16":
-        return a.to(tl.float16).to(tl.float32) if INTERPRET else a.to(tl.float16)
-    else:
-        return a.to(tl.float32)
+        a = narrow(a, tl.float16)
+    return a if not INTERPRET and (P == "bf16" or P == "fp16") else a.to(tl.float32)
 
 
 @triton.jit
@@ -222,7 +231,7 @@ def put_rows(
 ):  # fmt: skip
     r, w = tl.arange(0, R), column + tl.arange(0, BW)
     at = p + (first + r)[:, None] * (H * W) + h * W + w[None, :]
-    tl.store(at, value.to(p.dtype.element_ty), mask=live[:, None] & (w < W)[None, :])
+    tl.store(at, narrow(value, p.dtype.element_ty), mask=live[:, None] & (w < W)[None, :])
 
 
 @triton.jit
@@ -411,7 +420,7 @@ def write_exact(
         xs = rows(x, first, live, h, 0, H, D, BD, C)
         if i % (S // 16) == 0:
             memories = saved + ((chunk + i // (S // 16)) * H + h) * (M * D) + place
-            tl.store(memories, m.to(saved.dtype.element_ty), mask=square)
+            tl.store(memories, narrow(m, saved.dtype.element_ty), mask=square)
         start = mm_split(m, tl.trans(xs), tl.zeros((BM, C), tl.float32), P)
         base = columns(start * e[None, :], BM)
         us = ()
@@ -428,10 +437,12 @@ def write_exact(
         new = stack(us, BM) * g[None, :]
         m = mm_split(new * -end[None, :], xs, m * w, P)
         to = (first + r)[None, :] * (H * M) + h * M + slot[:, None]
-        tl.store(writes + to, new.to(writes.dtype.element_ty), mask=own[:, None] & live[None, :])
+        tl.store(
+            writes + to, narrow(new, writes.dtype.element_ty), mask=own[:, None] & live[None, :]
+        )
         if KEEP:
             for t in tl.static_range(C):
-                tl.store(z + row + t * (H * M), zs[t].to(z.dtype.element_ty), mask=limit > t)
+                tl.store(z + row + t * (H * M), narrow(zs[t], z.dtype.element_ty), mask=limit > t)
     tl.store(final + nh * (M * D) + place, m, mask=square)
 
 
@@ -494,7 +505,7 @@ def write_stale(
         end, w = to_the_end(tl.cumsum(coarse, 0), tl.cumsum(fine, 0), C)
         if new_chunk:
             memories = saved + ((chunk + j) * H + h) * (M * D) + place
-            tl.store(memories, m.to(saved.dtype.element_ty), mask=square)
+            tl.store(memories, narrow(m, saved.dtype.element_ty), mask=square)
         if new_batch:
             point = m
         z_all = mm_split(point, tl.trans(xs), tl.zeros((BM, C), tl.float32), P)
@@ -502,9 +513,9 @@ def write_stale(
             z_all = z_all * tl.exp2(coarse + fine)[None, :]
         new = gradient(z_all, a, PHI) * g[None, :]
         m = mm_split(new * -end[None, :], xs, m * w, P)
-        tl.store(writes + to, new.to(writes.dtype.element_ty), mask=wanted)
+        tl.store(writes + to, narrow(new, writes.dtype.element_ty), mask=wanted)
         if KEEP:
-            tl.store(z + to, z_all.to(z.dtype.element_ty), mask=wanted)
+            tl.store(z + to, narrow(z_all, z.dtype.element_ty), mask=wanted)
     if (eos - bos + o) % MB == 0:
         point = m
     tl.store(final + nh * (M * D) + place, m, mask=square)
@@ -597,7 +608,7 @@ def read(
                 m = tl.load(memory + place, mask=square, other=0.0)
                 out = mm(rows(query, first, live, h, i, H, I, BI, R), m, out, P)
             v = rows(values, first, live, h, o, H, O, BO, R)
-            out = mm(scores, tl.where(broken[:, None], 0.0, v), out * start[:, None], P)
+            out = mm_split(scores, tl.where(broken[:, None], 0.0, v), out * start[:, None], P)
             out = tl.where(broken[:, None], float("nan"), out)
             put_rows(y, out, first, live, h, o, H, O, BO, R)
 
@@ -649,7 +660,7 @@ def read_back(
             dq = mm(d, tl.trans(m), dq, P)
             weighed = tl.trans(q.to(tl.float32) * start[:, None])
             dm = mm(weighed, d, tl.zeros((BI, BO), tl.float32), P)
-            tl.store(dmemory + place, dm.to(dsaved.dtype.element_ty), mask=square)
+            tl.store(dmemory + place, narrow(dm, dsaved.dtype.element_ty), mask=square)
         dq = dq * start[:, None]
         held += tl.sum(q * dq, 1)
         dq = mm(-inner, rows(keys, first, live, h, i, H, I, BI, R), dq, P)
@@ -662,7 +673,7 @@ def read_back(
         put_rows(dvalues, dv, first, live, h, o, H, O, BO, R)
     grad += tl.sum(tl.where(causal, held[:, None], 0.0), 0)
     to = dlog_beta + (first + r) * H + h
-    tl.store(to, grad.to(dlog_beta.dtype.element_ty), mask=live)
+    tl.store(to, narrow(grad, dlog_beta.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -698,7 +709,7 @@ def back_exact(
         w = tl.load(whole + at)
         xs = rows(x, first, live, h, 0, H, D, BD, C)
         if (i % (S // 16) == S // 16 - 1) | (j == 0):
-            tl.store(dends + memories, dm.to(dends.dtype.element_ty), mask=square)
+            tl.store(dends + memories, narrow(dm, dends.dtype.element_ty), mask=square)
         dw -= mm_split(dm, tl.trans(xs), tl.zeros((BM, C), tl.float32), P) * end[None, :]
         direct = backwards(columns(dw, BM))
         ts = ()
@@ -716,7 +727,7 @@ def back_exact(
         if i % (S // 16) == 0:
             dm += tl.load(dreads + memories, mask=square, other=0.0).to(tl.float32)
         for t in tl.static_range(C):
-            late = ts[C - 1 - t].to(total.dtype.element_ty)
+            late = narrow(ts[C - 1 - t], total.dtype.element_ty)
             tl.store(total + row + t * (H * M), late, mask=limit > t)
     tl.store(dmemory + nh * (M * D) + place, dm, mask=square)
 
@@ -757,7 +768,7 @@ def back_stale(
         coarse, fine = log_decays(log_beta, live, first, h, H, C)
         end, w = to_the_end(tl.cumsum(coarse, 0), tl.cumsum(fine, 0), C)
         if ends | (k == 0):
-            tl.store(dends + memories, dm.to(dends.dtype.element_ty), mask=square)
+            tl.store(dends + memories, narrow(dm, dends.dtype.element_ty), mask=square)
         dw -= mm_split(dm, tl.trans(xs), tl.zeros((BM, C), tl.float32), P) * end[None, :]
         value, slope, bend = derivatives(zs, PHI)
         dz = dw * (slope * slope + bend * (value - a)) * g[None, :]
@@ -770,7 +781,7 @@ def back_stale(
             dpoint = tl.zeros((BM, BD), tl.float32)
         if new_chunk:
             dm += tl.load(dreads + memories, mask=square, other=0.0).to(tl.float32)
-        tl.store(total + to, dw.to(total.dtype.element_ty), mask=wanted)
+        tl.store(total + to, narrow(dw, total.dtype.element_ty), mask=wanted)
     tl.store(dmemory + nh * (M * D) + place, dm, mask=square)
     tl.store(danchor + nh * (M * D) + place, dpoint, mask=square)
 
@@ -858,7 +869,7 @@ def finish_back(
         own += tl.sum(dz * zs, 1)
         mixed = mm(dz, tl.trans(rows(writes, first, live, h, m, H, M, BM, R)), mixed, P)
     at = (first + r) * H + h
-    tl.store(dgamma + at, dgammas.to(dgamma.dtype.element_ty), mask=live)
+    tl.store(dgamma + at, narrow(dgammas, dgamma.dtype.element_ty), mask=live)
 
     coarse, fine = log_decays(log_beta, live, first, h, H, R)
     hi, lo = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
@@ -903,7 +914,7 @@ def finish_back(
     grad += tl.cumsum(to_end, 0) - to_end + all_of_it * tl.sum(held, 0)
     if AFTER:  # z contains its own token's decay
         grad += own
-    tl.store(dlog_beta + at, grad.to(dlog_beta.dtype.element_ty), mask=live)
+    tl.store(dlog_beta + at, narrow(grad, dlog_beta.dtype.element_ty), mask=live)
 
 
 # One token
@@ -990,4 +1001,4 @@ def step(
     BW: tl.constexpr = BD2 if TRANSPOSED else BM2
     w = tl.arange(0, BW)
     out = function(out, w < W, W, PSI)
-    tl.store(y + nh * W + w, out.to(y.dtype.element_ty), mask=w < W)
+    tl.store(y + nh * W + w, narrow(out, y.dtype.element_ty), mask=w < W)

@@ -16,7 +16,8 @@ from torch import Tensor
 from ...dispatch import refuse_double_backward
 from . import kernels
 
-#: Most tokens of a chunk, and of a mini-batch in stale mode.
+#: Most tokens of a chunk, and of a mini-batch in stale mode. In fp32, whose tiles take twice the
+#: registers, exact mode has half of it.
 CHUNK = 64
 #: How a kernel multiplies tiles of a dtype.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32x3"}
@@ -33,7 +34,7 @@ def configuration(kernel: str, capability: int, dtype: torch.dtype) -> dict[str,
     wide = dtype == torch.float32
     if kernel in ("prepare", "write", "write_back"):
         return {"block": 64, "num_warps": 2 if wide else 1, "num_stages": 1}
-    block = 16 if wide else 32 if capability < 90 and kernel != "read" else 64
+    block = 32 if wide or capability < 90 else 64
     return {"block": block, "num_warps": 4, "num_stages": 1}
 
 
@@ -55,7 +56,10 @@ class Layout(NamedTuple):
     @staticmethod
     def of(x: Tensor, minibatch: int, cu: Tensor | None) -> Layout:
         batch, tokens, heads = x.shape[:3]
-        chunk, extra = (CHUNK, 1) if minibatch == 1 else (CHUNK // minibatch * minibatch, 3)
+        if minibatch == 1:
+            chunk, extra = CHUNK // 2 if x.dtype == torch.float32 else CHUNK, 1
+        else:
+            chunk, extra = CHUNK // minibatch * minibatch, 3
         if cu is None:
             places = batch * (tokens // chunk + extra)
             return Layout(batch, tokens, heads, batch, chunk, extra, places)
