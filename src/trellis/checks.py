@@ -145,6 +145,25 @@ def sizes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
     return found
 
 
+def state(
+    name: str,
+    given: Tensor | None,
+    expected: Sequence[int],
+    letters: str,
+    like: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A tensor of an initial state, checked, in the dtype of the computation; zeros if it is None.
+
+    like: an input of the op, on whose device the state must be.
+    """
+    if given is None:
+        return torch.zeros(tuple(expected), dtype=dtype, device=like.device)
+    floats(**{"input": like, name: given})
+    shape(name, given, expected, letters)
+    return given.to(dtype)
+
+
 def parts(name: str, given: object, counts: Sequence[int], what: str) -> tuple[Any, ...]:
     """The parts of a state given as a tuple or a list. counts: how many parts it may have."""
     if not isinstance(given, (tuple, list)):

@@ -85,11 +85,7 @@ def causal_convolution(
     if cu_seqlens is not None and not torch.compiler.is_compiling():
         checks.bounds(cu_seqlens, tokens)
     reach = weight.shape[1] - 1
-    if tail is None:
-        tail = x.new_zeros(count, reach, channels)
-    checks.floats(x=x, tail=tail)
-    checks.shape("tail", tail, (count, reach, channels), "[N,W-1,D]")
-    tail = tail.to(x.dtype)
+    tail = checks.state("tail", tail, (count, reach, channels), "[N,W-1,D]", x, x.dtype)
     if weight.shape[1] <= WIDEST and pointwise.takes(x, weight, tail, *biased.values()):
         return fused_convolution(x, weight, bias, tail, cu_seqlens, activation == "silu")
     if cu_seqlens is None:

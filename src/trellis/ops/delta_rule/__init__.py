@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ... import checks
@@ -59,14 +58,8 @@ def delta_rule(
     dtype = checks.compute_dtype(q, k, v, beta, log_decay)
     count = checks.sequences(size["B"], cu_seqlens, q.device)
     expected = (count, size["H"], size["K"], size["V"])
-    if initial_state is None:
-        initial_state = torch.zeros(expected, dtype=dtype, device=q.device)
-    checks.floats(q=q, initial_state=initial_state)
-    checks.shape("initial_state", initial_state, expected, "[N,H,K,V]")
-
+    start = checks.state("initial_state", initial_state, expected, "[N,H,K,V]", q, dtype)
     recurrence = DeltaRule(size["K"] ** -0.5 if scale is None else scale)
     inputs = (q, k, v, beta, log_decay)
-    y, (final,) = run(
-        recurrence, inputs, (initial_state.to(dtype),), cu_seqlens=cu_seqlens, backend=backend
-    )
+    y, (final,) = run(recurrence, inputs, (start,), cu_seqlens=cu_seqlens, backend=backend)
     return y.to(q.dtype), final if output_final_state else None

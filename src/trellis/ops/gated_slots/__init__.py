@@ -66,15 +66,24 @@ def gated_slots(
     Raises:
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
-    checks.sizes(
+    size = checks.sizes(
         q=(q, "B,T,H,K"), k=(k, "B,T,H,K"), v=(v, "B,T,H,V"), write=(write, "B,T,H,M"),
         log_decay=(log_decay, "B,T,H,M"),
     )  # fmt: skip
     count = checks.sequences(q.shape[0], cu_seqlens, q.device)
     dtype = checks.compute_dtype(q, k, v, write, log_decay)
-    state = _start(initial_state, count, q, v, write, dtype)
+    keys = values = None
+    if initial_state is not None:
+        what = "a SlotState or the pair (keys, values)"
+        keys, values = checks.parts("initial_state", initial_state, (2,), what)
+        checks.floats(**{"initial_state.keys": keys, "initial_state.values": values})
+    lead = (count, size["H"], size["M"])
+    state = (
+        checks.state("initial_state.keys", keys, (*lead, size["K"]), "[N,H,M,K]", q, dtype),
+        checks.state("initial_state.values", values, (*lead, size["V"]), "[N,H,M,V]", q, dtype),
+    )
     if scale is None:
-        scale = q.shape[3] ** -0.5
+        scale = size["K"] ** -0.5
     y, final = run(
         GatedSlots(scale), (q, k, v, write, log_decay), state,
         cu_seqlens=cu_seqlens, backend=backend,
@@ -105,14 +114,9 @@ def running_softmax(
         ValueError, TypeError: an argument does not fit; the message says which and why.
     """
     checks.sizes(logits=(logits, "B,T,H,M"))
-    checks.floats(logits=logits, **checks.present(total=total))
     count = checks.sequences(logits.shape[0], cu_seqlens, logits.device)
     dtype = checks.compute_dtype(logits)
-    expected = (count, *logits.shape[2:])
-    if total is None:
-        total = torch.zeros(expected, dtype=dtype, device=logits.device)
-    checks.shape("total", total, expected, "[N,H,M]")
-    total = total.to(dtype)
+    total = checks.state("total", total, (count, *logits.shape[2:]), "[N,H,M]", logits, dtype)
     with no_autocast(logits.device):
         weights = logits.to(dtype).exp()
         if cu_seqlens is None:
@@ -126,30 +130,6 @@ def running_softmax(
         ]
         write, log_decay, totals = zip(*runs)
         return torch.cat(write, dim=1), torch.cat(log_decay, dim=1), torch.cat(totals)
-
-
-def _start(
-    given: SlotState | tuple[Tensor, Tensor] | None,
-    count: int,
-    q: Tensor,
-    v: Tensor,
-    write: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    heads, slots = write.shape[2:]
-    shapes = {
-        "keys": (count, heads, slots, q.shape[3]),
-        "values": (count, heads, slots, v.shape[3]),
-    }
-    if given is None:
-        keys, values = (torch.zeros(s, dtype=dtype, device=q.device) for s in shapes.values())
-        return keys, values
-    found = checks.parts("initial_state", given, (2,), "a SlotState or the pair (keys, values)")
-    for (name, expected), tensor in zip(shapes.items(), found):
-        name = f"initial_state.{name}"
-        checks.floats(**{"q": q, name: tensor})
-        checks.shape(name, tensor, expected, "[N,H,M,K]" if name.endswith("keys") else "[N,H,M,V]")
-    return found[0].to(dtype), found[1].to(dtype)
 
 
 def _running_softmax(weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,24 +95,22 @@ def _start(
 ) -> Tensor:
     """The memory to start from; the normaliser is its last column."""
     if state is None:
-        *lead, values = shape
-        return torch.zeros(*lead, values + normalize, dtype=dtype, device=like.device)
+        return like.new_zeros(*shape[:3], shape[3] + normalize, dtype=dtype)
     if isinstance(state, Tensor):
         state = LinearAttentionState(state)
     memory, normalizer = checks.parts(
         "initial_state", state, (2,), "a LinearAttentionState or its memory"
     )
-    checks.floats(**{"v": like, "initial_state.memory": memory})
-    checks.shape("initial_state.memory", memory, shape, "[N,H,K,V]")
+    checks.floats(**{"initial_state.memory": memory})
+    memory = checks.state("initial_state.memory", memory, shape, "[N,H,K,V]", like, dtype)
     if (normalizer is not None) != normalize:
         there = "there is none" if normalizer is None else "there is one"
         raise ValueError(
             f"initial_state.normalizer must be given exactly with normalize=True; {there}, and "
             f"normalize is {normalize}"
         )
-    memory = memory.to(dtype)
     if normalizer is None:
         return memory
-    checks.floats(**{"v": like, "initial_state.normalizer": normalizer})
-    checks.shape("initial_state.normalizer", normalizer, shape[:3], "[N,H,K]")
-    return torch.cat([memory, normalizer.to(dtype)[..., None]], dim=-1)
+    name = "initial_state.normalizer"
+    normalizer = checks.state(name, normalizer, shape[:3], "[N,H,K]", like, dtype)
+    return torch.cat([memory, normalizer[..., None]], dim=-1)

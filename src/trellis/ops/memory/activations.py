@@ -25,37 +25,21 @@ from ..norms import L2NORM_EPSILON, LAYERNORM_EPSILON
 from ..norms import unit_length_reference as l2norm
 
 
-def identity(z: Tensor) -> Tensor:
-    return z
-
-
 def layernorm(z: Tensor) -> Tensor:
     """Centre and scale the last dimension to unit variance; no learnable parameters."""
     return F.layer_norm(z, z.shape[-1:], eps=LAYERNORM_EPSILON)
 
 
-def ln_silu(z: Tensor) -> Tensor:
-    return layernorm(F.silu(z))
-
-
-def l2_silu(z: Tensor) -> Tensor:
-    return l2norm(F.silu(z))
-
-
-def softmax(z: Tensor) -> Tensor:
-    return z.softmax(-1)
-
-
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": identity,
+    "identity": lambda z: z,
     "silu": F.silu,
     "gelu": F.gelu,
     "tanh": torch.tanh,
     "layernorm": layernorm,
     "l2norm": l2norm,
-    "ln_silu": ln_silu,
-    "l2_silu": l2_silu,
-    "softmax": softmax,
+    "ln_silu": lambda z: layernorm(F.silu(z)),
+    "l2_silu": lambda z: l2norm(F.silu(z)),
+    "softmax": lambda z: z.softmax(-1),
 }
 
 PHI_NAMES = ("identity", "silu", "gelu", "tanh", "layernorm", "l2norm", "ln_silu")

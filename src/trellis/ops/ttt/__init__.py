@@ -110,7 +110,18 @@ def _start(
     """Model and steps [N, H, D+1, D], the bias their last row, and the offset [N]."""
     parts = checks.parts("initial_state", given, (2, 5), "a TTTState or the pair (weight, bias)")
     state = TTTState(*parts)
-    model = _joined("weight", state.weight, "bias", state.bias, sizes, dtype, device)
+
+    def joined(suffix: str = "") -> Tensor:
+        weight_name, bias_name = f"initial_state.weight{suffix}", f"initial_state.bias{suffix}"
+        weight, bias = getattr(state, f"weight{suffix}"), getattr(state, f"bias{suffix}")
+        checks.floats(**{weight_name: weight, bias_name: bias})
+        if weight.device != device:
+            raise ValueError(f"{weight_name} must be on {device} like q; got {weight.device}")
+        checks.shape(weight_name, weight, (*sizes, sizes[2]), "[N,H,D,D]")
+        checks.shape(bias_name, bias, sizes, "[N,H,D]")
+        return torch.cat([weight.to(dtype), bias.to(dtype)[:, :, None]], dim=2)
+
+    model = joined()
     # A mini-batch that is about to start has taken no steps, whatever a state says.
     none = model.new_zeros(()).expand_as(model)
     if state.offset is None:
@@ -129,28 +140,5 @@ def _start(
                 f"offset is {offsets}"
             )
         return model, none, offset
-    steps = _joined(
-        "weight_steps", state.weight_steps, "bias_steps", state.bias_steps, sizes, dtype, device
-    )
-    if not any(offsets):
-        return model, none, offset
-    return model, torch.where(offset.eq(0)[:, None, None, None], none, steps), offset
-
-
-def _joined(
-    weight_name: str,
-    weight: Tensor,
-    bias_name: str,
-    bias: Tensor,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    count, heads, head_dim = sizes
-    weight_name, bias_name = f"initial_state.{weight_name}", f"initial_state.{bias_name}"
-    checks.floats(**{weight_name: weight, bias_name: bias})
-    if weight.device != device:
-        raise ValueError(f"{weight_name} must be on {device} like q; got {weight.device}")
-    checks.shape(weight_name, weight, (count, heads, head_dim, head_dim), "[N,H,D,D]")
-    checks.shape(bias_name, bias, (count, heads, head_dim), "[N,H,D]")
-    return torch.cat([weight.to(dtype), bias.to(dtype)[:, :, None]], dim=2)
+    steps = torch.where(offset.eq(0)[:, None, None, None], none, joined("_steps"))
+    return model, steps, offset
