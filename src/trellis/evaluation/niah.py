@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import figures
 from ..data import needles as needle_data
-from ..data.needles import ANSWER_TOKENS, VARIANTS, Item, Needles
+from ..data.needles import ANSWER_TOKENS, VARIANTS, Needles
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Table, hash_of, slug
 from .scoring import BATCH_TOKENS, Progress, complete
@@ -115,8 +115,9 @@ def retrieve(
         built = [needles.item(variant, length, index, depths) for index in numbers]
         prompts = [[*model.start, *model.tokenizer.encode(item.prompt).tolist()] for item in built]
         texts = complete(
-            model, prompts, max_tokens=ANSWER_TOKENS, enough=partial(_answered, built),
-            batch_tokens=batch_tokens, progress=progress,
+            model, prompts, max_tokens=ANSWER_TOKENS, batch_tokens=batch_tokens, progress=progress,
+            # An answer that has said its value ends: later words cannot make it wrong.
+            enough=lambda n, text, items=built: matches(text, items[n].value),  # type: ignore[misc]
         )  # fmt: skip
         for item, text in zip(built, texts):
             digest.update(item.prompt.encode())
@@ -135,11 +136,6 @@ def retrieve(
 def matches(text: str, value: str) -> bool:
     """RULER's string_match_all for one value."""
     return value.lower() in _CONTROL.sub("\n", text.strip()).strip().lower()
-
-
-def _answered(items: Sequence[Item], number: int, text: str) -> bool:
-    """Ends an answer once it has said its value: later words cannot make it wrong."""
-    return matches(text, items[number].value)
 
 
 def by_depth(answers: Sequence[dict[str, Any]], exact: bool) -> list[dict[str, Any]]:

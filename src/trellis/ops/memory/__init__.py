@@ -292,7 +292,10 @@ def _checked(
         log_betas, gammas = _with_time(log_betas), _with_time(gammas)
 
     count = _effective_minibatch(options.mode, options.minibatch)
-    state = _memory_state(initial_state)
+    state = None
+    if initial_state is not None:
+        what = "a MemoryState or the pair (keys, values)"
+        state = MemoryState(*checks.parts("initial_state", initial_state, (2, 5), what))
     start = _start("initial_state.keys", k, alpha, state and state.key_pass, count, cu_seqlens)
     keys = Pass(k, alpha, log_betas[0], gammas[0], options.phi, False, start)
     x, target, phi, transposed = value_write(v, alpha, options.phi, options.value_pass)
@@ -340,14 +343,3 @@ def _with_time(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     first, second = pair
     with_time = first.unsqueeze(1)
     return with_time, with_time if second is first else second.unsqueeze(1)
-
-
-def _memory_state(state: Any) -> MemoryState | None:
-    if state is None or isinstance(state, MemoryState):
-        return state
-    if not isinstance(state, (tuple, list)) or len(state) not in (2, 5):
-        raise ValueError(
-            "initial_state must be a MemoryState or the pair (keys, values); "
-            f"got {type(state).__name__}"
-        )
-    return MemoryState(*state)
