@@ -13,7 +13,7 @@ from trellis.cli import app
 from trellis.cli.evaluation import show
 from trellis.evaluation.models import open_model
 from trellis.evaluation.ppl import encode
-from trellis.evaluation.reasoning import FILES, find, read
+from trellis.evaluation.reasoning import TASKS, find, read
 
 CHOICES = ["in the park", "on a distant star, which nobody knew", "under it", "with great care"]
 
@@ -184,7 +184,7 @@ def compare(tasks, path):
 
 @pytest.mark.parametrize("which", ["gpt2", "merging"])
 def test_all_tasks_score_as_with_lm_evals_own_model(request, data, which, offline):
-    compare(built(data, *FILES), request.getfixturevalue(which))
+    compare(built(data, *TASKS), request.getfixturevalue(which))
 
 
 def test_contexts_and_continuations_may_merge(merging):
@@ -479,7 +479,7 @@ BAD = [
 @pytest.mark.parametrize(("task", "line", "text", "match"), BAD)
 def test_bad_rows_are_named_with_file_and_line(tmp_path, task, line, text, match):
     files = publishers()
-    name = next(name for name in FILES[task] if name in files)
+    name = next(name for name in TASKS[task].files if name in files)
     files[name][line] = text
     write(tmp_path, files)
     with pytest.raises(ValueError, match=match):

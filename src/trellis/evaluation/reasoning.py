@@ -25,36 +25,25 @@ if TYPE_CHECKING:
     from .lm_eval_model import TrellisLM
 
 
-class Known(NamedTuple):
-    """A task: its name and its folder in lm-eval, and its heading in the paper's table."""
+class Task(NamedTuple):
+    """A task.
+
+    name, folder: what lm-eval calls it. split: the part of the data that is measured. heading: of
+        its columns in the paper's table.
+    files: names of its file in a folder of data; the first one that is there is taken.
+    convert: turns a line of that file into a row of the hub's form.
+    labels: the answers, where they stand one a line in a file beside the items, NAME-labels.lst.
+    """
 
     name: str
     folder: str
+    split: str
     heading: str
+    files: tuple[str, ...]
+    convert: Callable[[_Row], dict[str, Any]]
+    labels: tuple[str, ...] = ()
 
 
-TASKS = {
-    "lambada": Known("lambada_openai", "lambada", "LMB."),
-    "piqa": Known("piqa", "piqa", "PIQA"),
-    "hellaswag": Known("hellaswag", "hellaswag", "Hella."),
-    "winogrande": Known("winogrande", "winogrande", "Wino."),
-    "arc_easy": Known("arc_easy", "arc", "ARC-e"),
-    "arc_challenge": Known("arc_challenge", "arc", "ARC-c"),
-    "siqa": Known("social_iqa", "siqa", "SIQA"),
-}
-#: Names of a task's file in a folder of data; the first one that is there is taken.
-FILES = {
-    "lambada": ("lambada_openai_test.jsonl", "lambada_test.jsonl", "lambada/lambada_test.jsonl"),
-    "piqa": ("piqa_valid.jsonl", "piqa/valid.jsonl"),
-    "hellaswag": ("hellaswag_val.jsonl", "hellaswag/hellaswag_val.jsonl"),
-    "winogrande": ("winogrande_xl_dev.jsonl", "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl"),
-    "arc_easy": ("ARC-Easy-Test.jsonl", "ARC-Easy/ARC-Easy-Test.jsonl"),
-    "arc_challenge": ("ARC-Challenge-Test.jsonl", "ARC-Challenge/ARC-Challenge-Test.jsonl"),
-    "siqa": ("siqa_dev.jsonl", "socialiqa_dev.jsonl", "siqa/dev.jsonl", "socialiqa/dev.jsonl",
-             "socialiqa-train-dev/dev.jsonl"),
-}  # fmt: skip
-#: Tasks whose answers stand one a line in a file beside the items, NAME-labels.lst.
-LABELS = {"piqa": ("0", "1"), "siqa": ("1", "2", "3")}
 #: Metrics of lm-eval and their heads in the table, in its order.
 METRICS = {"perplexity": "ppl", "acc": "acc", "acc_norm": "acc_n"}
 
@@ -121,7 +110,7 @@ def _local(folder: Path, names: Sequence[str], asked: bool) -> tuple[dict[str, I
     """
     paths = {name: find(folder, name) for name in names}
     missing = [
-        f"{name}: there is none of {', '.join(FILES[name])} in {folder}"
+        f"{name}: there is none of {', '.join(TASKS[name].files)} in {folder}"
         for name, path in paths.items()
         if path is None
     ]
@@ -163,13 +152,11 @@ def _instead(name: str, items: Items) -> dict[str, Any]:
     """The fields of a task's configuration that replace the hub's data by local rows."""
     from datasets import Dataset
 
-    split = "test" if name in ("lambada", "arc_easy", "arc_challenge") else "validation"
+    split = TASKS[name].split
     return {
         # Without other splits, lm-eval draws no examples from them.
-        **{
-            f"{one}_split": one if one == split else None
-            for one in ("training", "validation", "test")
-        },
+        **dict.fromkeys(("training_split", "validation_split", "test_split")),
+        f"{split}_split": split,
         "custom_dataset": lambda **_: {split: Dataset.from_list(items.rows)},
         **({"process_docs": None} if items.cleaned else {}),
     }
@@ -283,7 +270,8 @@ def find(folder: Path, task: str) -> Path | None:
     """The file of a task in a folder; None if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"--data must be a folder of task files; {folder} is none")
-    return next((folder / name for name in FILES[task] if (folder / name).is_file()), None)
+    names = TASKS[task].files
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read(path: Path, task: str) -> Items:
@@ -296,10 +284,10 @@ def read(path: Path, task: str) -> Items:
     if not rows:
         raise ValueError(f"{path} has no items")
     cleaned = task == "hellaswag" and "query" in rows[0].fields
-    if task in LABELS:
-        for row, label in zip(rows, _labels(path, LABELS[task], len(rows))):
+    if labels := TASKS[task].labels:
+        for row, label in zip(rows, _labels(path, labels, len(rows))):
             row.fields["label"] = label
-    convert = _cleaned_hellaswag if cleaned else _CONVERT[task]
+    convert = _cleaned_hellaswag if cleaned else TASKS[task].convert
     return Items(path.name, [convert(row) for row in rows], cleaned)
 
 
@@ -409,13 +397,31 @@ def _arc(row: _Row) -> dict[str, Any]:
     }
 
 
-_SIQA = ("context", "question", "answerA", "answerB", "answerC")
-_CONVERT: dict[str, Callable[[_Row], dict[str, Any]]] = {
-    "lambada": _lambada,
-    "piqa": lambda row: {**row.each("goal", "sol1", "sol2"), "label": int(row.fields["label"])},
-    "hellaswag": _hellaswag,
-    "winogrande": _winogrande,
-    "arc_easy": _arc,
-    "arc_challenge": _arc,
-    "siqa": lambda row: {**row.each(*_SIQA), "label": row.fields["label"]},
-}
+def _piqa(row: _Row) -> dict[str, Any]:
+    return {**row.each("goal", "sol1", "sol2"), "label": int(row.fields["label"])}
+
+
+def _siqa(row: _Row) -> dict[str, Any]:
+    fields = ("context", "question", "answerA", "answerB", "answerC")
+    return {**row.each(*fields), "label": row.fields["label"]}
+
+
+TASKS = {
+    "lambada": Task("lambada_openai", "lambada", "test", "LMB.", (
+        "lambada_openai_test.jsonl", "lambada_test.jsonl", "lambada/lambada_test.jsonl"), _lambada),
+    "piqa": Task("piqa", "piqa", "validation", "PIQA",
+                 ("piqa_valid.jsonl", "piqa/valid.jsonl"), _piqa, ("0", "1")),
+    "hellaswag": Task("hellaswag", "hellaswag", "validation", "Hella.",
+                      ("hellaswag_val.jsonl", "hellaswag/hellaswag_val.jsonl"), _hellaswag),
+    "winogrande": Task(
+        "winogrande", "winogrande", "validation", "Wino.",
+        ("winogrande_xl_dev.jsonl", "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl"),
+        _winogrande),
+    "arc_easy": Task("arc_easy", "arc", "test", "ARC-e",
+                     ("ARC-Easy-Test.jsonl", "ARC-Easy/ARC-Easy-Test.jsonl"), _arc),
+    "arc_challenge": Task("arc_challenge", "arc", "test", "ARC-c", (
+        "ARC-Challenge-Test.jsonl", "ARC-Challenge/ARC-Challenge-Test.jsonl"), _arc),
+    "siqa": Task("social_iqa", "siqa", "validation", "SIQA", (
+        "siqa_dev.jsonl", "socialiqa_dev.jsonl", "siqa/dev.jsonl", "socialiqa/dev.jsonl",
+        "socialiqa-train-dev/dev.jsonl"), _siqa, ("1", "2", "3")),
+}  # fmt: skip
