@@ -15,7 +15,7 @@ from . import measure
 
 WIDTH, HEADS, BATCH = 768, 12, 2
 
-#: Past so many tokens only the bounded mixers are timed: the others take too long.
+#: With more tokens than this only the bounded mixers are timed: attention takes too long.
 LONGEST = 16384
 BOUNDED = [name for name in MIXERS if name != "transformer"]
 

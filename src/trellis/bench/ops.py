@@ -105,7 +105,8 @@ PORTABLE = {
     "chunked, exact": memory("chunked", "exact"),
     "chunked, stale, b = 16": memory("chunked", "stale"),
 }
-#: Ops whose time grows beyond reason are left out past so many tokens; the native ones never are.
+#: The most tokens that slow ops are measured at, and those not named here; the native ones have no
+#: limit.
 LONGEST = {"SDPA causal": 16384}
 LONGEST_OTHER = 8192
 
@@ -122,7 +123,7 @@ def multiply_adds(sizes: Sizes, tokens: int) -> int:
 
 
 def fits(name: str, tokens: int) -> bool:
-    """Whether an op is measured at so many tokens."""
+    """Whether an op is measured at this number of tokens."""
     return "native" in name or tokens <= LONGEST.get(name, LONGEST_OTHER)
 
 

@@ -101,7 +101,7 @@ class EvaluatedModel:
         return [] if first is None else [first]
 
     def check_context(self, tokens: int, what: str) -> None:
-        """Raises ValueError if `what`, of so many tokens, is longer than the model can read."""
+        """Raises ValueError if `what`, a text of `tokens` tokens, is more than the model reads."""
         if self.max_context is not None and tokens > self.max_context:
             raise ValueError(
                 f"{what} has {tokens:,} tokens, but {self.name} reads at most "

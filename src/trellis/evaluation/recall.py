@@ -14,7 +14,7 @@ repeated here, so the question itself is asked: passage, "Question: ...", "Answe
 any of the question's answers is right.
 
 Cut contexts follow "Just read twice" (Arora et al., 2024), whose 1,000 tokens less 50 for the
-answer are 950: the document is cut to so many tokens around the answer, and the query follows,
+answer are 950: the document is cut to 950 tokens around the answer, and the query follows,
 " Key:" after a full stop for SWDE and FDA, the published query for SQuAD. Three things differ from
 their code. The window is centred on the first place of the answer; theirs may be centred on the key
 and leave the answer outside. The window has its full length also at the end of a document. And the
@@ -45,7 +45,7 @@ SETS = ("squad", "swde", "fda")
 KEYED = ("swde", "fda")
 #: The query of SWDE begins with this line.
 SUMMARY = "Summary of information above..."
-#: An answer has at most so many tokens and ends before this text.
+#: The most tokens of an answer, and the text that it ends before.
 MAX_TOKENS = 48
 STOP = "\n"
 

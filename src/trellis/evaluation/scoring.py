@@ -48,7 +48,7 @@ def score(
     """Scores of (context, continuation) pairs of token ids; neither may be empty.
 
     share: read a context that several continuations follow only once and copy its state. Models of
-        transformers, whose caches are of many kinds, always read each request for itself.
+        transformers, whose caches are of many kinds, read every request from its beginning.
     """
     for context, continuation in requests:
         if not context or not continuation:

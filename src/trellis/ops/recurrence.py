@@ -95,7 +95,7 @@ class Recurrence:
 
 
 class Call(NamedTuple):
-    """What `run` computes; see there."""
+    """The arguments of `run`, for its backends."""
 
     recurrence: Recurrence
     inputs: Inputs
@@ -335,7 +335,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward of _Chunked: a function of its own, whose derivative is refused in words."""
+    """The backward of _Chunked, as a function that can refuse to be differentiated in turn."""
 
     @staticmethod
     def forward(

@@ -125,20 +125,20 @@ class TrainSection:
 
     steps, or tokens: the length of the run.
     rows, or batch_tokens: rows of a step's batch over all processes, or its tokens.
-    micro_tokens: a process reads at most so many tokens at once (but at least one row), and sums
+    micro_tokens: the most tokens that a process reads at once (but at least one row); it sums
         gradients over its micro-batches.
     learning_rate, min_learning_rate, warmup: the rate rises over this share of the steps, then
         falls to the minimum along a cosine.
     weight_decay: not applied to norms, biases, gates, convolutions and embeddings.
     clip: the largest norm of the gradient; 0 leaves it as it is.
     context_warmup: [[share of the steps, tokens], ...]; up to each share, rows are cut into
-        sequences of so many tokens.
+        sequences of that many tokens: [[0.1, 256]] is 256 for the first tenth of the steps.
     precision: "fp32", "bf16" (autocast), or "auto": bf16 on a GPU, fp32 on a CPU.
     checkpointing: activations are computed again in the backward, which saves memory.
     compile: blocks are compiled by torch.compile.
     strategy: "ddp" or "fsdp", for several processes.
     sequence_parallel: how many processes share a row.
-    max_bad_steps: the run stops after so many steps in a row without a finite loss and gradient.
+    max_bad_steps: the run stops after this many steps in a row without a finite loss and gradient.
     """
 
     steps: int | None = None

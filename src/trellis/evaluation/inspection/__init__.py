@@ -226,8 +226,8 @@ def inspect(
 
     Args:
         probes: the number of tokens that recall asks for, at most, spread over the text.
-        rank_every: the effective rank is computed at every so many tokens and at the last; it is
-            NaN elsewhere.
+        rank_every: with 10, the effective rank is computed at every tenth token and at the last
+            one; it is NaN elsewhere.
         progress: called with the number of tokens that one layer has done.
 
     Returns:

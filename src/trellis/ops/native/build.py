@@ -220,7 +220,7 @@ def _run(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; where there are no file locks, each compiles for itself."""
+    """Lets one process in at a time; on a system without file locks, every process at once."""
     with path.open("w") as file:
         try:
             import fcntl

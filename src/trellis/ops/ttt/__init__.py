@@ -50,7 +50,7 @@ def ttt_linear(
         W_t = W - theta_i sum over s <= t of eta_s dloss_s/dW,   y_t = f(q_t) with W_t
 
     where the sum is over the mini-batch of token t, i is t's place in it, and W_t of its last
-    token starts the next. The bias likewise.
+    token starts the next. The bias is updated in the same way.
 
     Args:
         q, k, v: [B, T, H, D]. eta: [B, T, H], the step size of each token.
