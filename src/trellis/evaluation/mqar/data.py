@@ -9,7 +9,7 @@ every key comes again, and the model must say its value there. With V = 12, L = 
 Keys are different numbers from [1, V/2), values from [V/2, V). A key is asked for at place
 2n + 2 gap; the n gaps are drawn without replacement from the (L - 2n) / 2 there are, gap i with a
 chance in proportion to (i + 1)^(a - 1), so that most keys come soon. All other places hold 0, or
-random tokens, and have no label. So sequences are built in Zoology (Arora et al., 2023).
+random tokens, and have no label. Zoology (Arora et al., 2023) builds its sequences in the same way.
 """
 
 from __future__ import annotations
