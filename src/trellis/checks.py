@@ -114,6 +114,20 @@ def shape(name: str, tensor: Tensor, expected: Sequence[int], letters: str) -> N
         )
 
 
+def token_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    """ids must be whole numbers [B, T] of tokens that the vocabulary has."""
+    dimensions(name, ids, "[B,T]")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers, the ids of tokens; got {ids.dtype}")
+    if ids.is_meta or torch.compiler.is_compiling() or not ids.numel():
+        return
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"{name} must be ids of tokens from 0 to {vocabulary - 1}; got ids from {low} to {high}"
+        )
+
+
 def dimensions(name: str, tensor: Tensor, letters: str) -> None:
     if tensor.dim() != len(letters.split(",")):
         raise ValueError(f"{name} must have shape {letters}; got {list(tensor.shape)}")

@@ -71,7 +71,12 @@ def test_broken_files_are_refused(tmp_path):
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ValueError, match="do not match its checksum"):
         TrellisCache.load(path, model)
-    path.write_bytes(data.replace(b'"version":"1"', b'"version":"9"'))
+    changed = data.replace(b'"seen":"9"', b'"seen":"8"')
+    assert changed != data
+    path.write_bytes(changed)
+    with pytest.raises(ValueError, match="do not match its checksum"):
+        TrellisCache.load(path, model)
+    path.write_bytes(data.replace(b'"version":"2"', b'"version":"9"'))
     with pytest.raises(ValueError, match="format version 9"):
         TrellisCache.load(path, model)
     save_file({"x": torch.zeros(3)}, path)
@@ -80,6 +85,48 @@ def test_broken_files_are_refused(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         TrellisCache.load(path, model)
+
+
+@pytest.mark.parametrize("change", ["one less", "one more", "another dtype", "a missing axis"])
+def test_states_that_the_model_does_not_have_are_refused(tmp_path, change, monkeypatch):
+    """A file with a true checksum, as a program that knows the format could write it."""
+    model = small_model()
+    cache = model.read(tokens(1, 9))
+    found = dict(cache._tensors())
+    first = next(iter(found))
+    if change == "one less":
+        del found[first]
+    elif change == "one more":
+        found["layers.9.memory.keys"] = torch.zeros(3)
+    elif change == "another dtype":
+        found[first] = found[first].double()
+    else:
+        found[first] = found[first][0]
+    monkeypatch.setattr(cache, "_tensors", lambda: list(found.items()))
+    cache.save(tmp_path / "state")
+    with pytest.raises(ValueError, match="does not hold the states of this model's layers"):
+        TrellisCache.load(tmp_path / "state", model)
+
+
+@every_stack
+@torch.no_grad()
+def test_what_the_next_token_is_predicted_from(stack, tmp_path):
+    model = small_model(stack)
+    ids = tokens(3, 11)
+    expected = model(ids).logits[:, -1]
+    cache = model.read(ids)
+    cache.save(tmp_path / "state")
+    loaded = TrellisCache.load(tmp_path / "state", model)
+    for one in (cache, cache.clone(), loaded):
+        assert relative_rms(model.lm_head(one.last), expected) < 1e-5
+    for one, order in ((cache.select([2, 0]), [2, 0]), (cache.reorder(torch.tensor([1])), [1])):
+        assert relative_rms(model.lm_head(one.last), expected[order]) < 1e-5
+    cache.batch_repeat_interleave(2)
+    assert relative_rms(model.lm_head(cache.last)[::2], expected) < 1e-5
+    model(tokens(3, 1), past_key_values=loaded)  # whose last token `read` has not seen
+    assert loaded.last is None
+    cache.reset()
+    assert cache.last is None
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

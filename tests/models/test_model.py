@@ -1,5 +1,7 @@
 """The language model: chaining, padding, packing, loss, configuration."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -290,6 +292,11 @@ def test_bad_inputs():
     ids = tokens(2, 9)
     with pytest.raises(ValueError, match=r"attention_mask must have shape .* got \[2, 4\]"):
         model(ids, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"T = 9, the number of input tokens; got \[2, 10\]"):
+        model(ids, attention_mask=torch.ones(2, 10))  # there is no cache that it could cover
+    cache = model.read(tokens(2, 3))
+    with pytest.raises(ValueError, match=r"or up to 12, with those of the cache; got \[2, 13\]"):
+        model(ids, attention_mask=torch.ones(2, 13), past_key_values=cache)
     with pytest.raises(ValueError, match=r"labels must have shape .*\[2, 9\]; got \[2, 8\]"):
         model(ids, labels=ids[:, :8])
     with pytest.raises(TypeError, match="past_key_values must be a TrellisCache; got tuple"):
@@ -302,6 +309,30 @@ def test_bad_inputs():
         model(ids[:1], cu_seqlens=torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="no argument 'atention_mask'; did you mean"):
         model(ids, atention_mask=torch.ones(2, 9))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (tokens(9), r"input_ids must have shape \[B,T\]; got \[9\]"),
+        (tokens(1, 2, 9), r"input_ids must have shape \[B,T\]; got \[1, 2, 9\]"),
+        (tokens(2, 9).float(), "input_ids must be whole numbers.*; got torch.float32"),
+        (tokens(2, 9) > 3, "input_ids must be whole numbers.*; got torch.bool"),
+        (tokens(1, 9) * 0 + 97, "ids of tokens from 0 to 96; got ids from 97 to 97"),
+        (torch.arange(-1, 4)[None], "ids of tokens from 0 to 96; got ids from -1 to 3"),
+    ],
+)
+def test_token_ids_are_checked_before_anything_is_read(ids, message):
+    model = small_model()
+    cache = model.init_cache(1)
+    before = cache.clone()
+    for call in (model, partial(model, past_key_values=cache), model.model, model.read):
+        with pytest.raises(ValueError, match=message):
+            call(ids)
+    assert cache.seen == 0
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(cache._tensors(), before._tensors()))
+    with pytest.raises(ValueError, match=r"inputs_embeds must have shape \[B,T,dim\]; got \[9\]"):
+        model(inputs_embeds=torch.randn(9))
 
 
 def test_an_interrupted_call_leaves_the_cache_as_it_was():

@@ -4,6 +4,9 @@ import pytest
 import torch
 from tests.support import small_model, tokens
 from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from trellis.models import TrellisForSequenceClassification
 
 
 def test_the_transformers_trainer_trains_it(tmp_path):
@@ -22,6 +25,28 @@ def test_the_transformers_trainer_trains_it(tmp_path):
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.5
     assert trainer.evaluate()["eval_loss"] < losses[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sequences_are_classified_by_their_last_token(tmp_path, side):
+    """A model trained on text gets a head of three labels, and learns them."""
+    small_model(pad_token_id=0).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert type(model) is TrellisForSequenceClassification
+    texts = [row[row > 0] for row in tokens(6, 12)[:, :12]]
+    texts = [text[: 4 + n] for n, text in enumerate(texts)]
+    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_side=side)
+    mask = padded != 0
+    alone = torch.cat([model(text[None]).logits for text in texts])
+    assert torch.allclose(model(padded, attention_mask=mask).logits, alone, atol=1e-5)
+    labels = torch.arange(6) % 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(15):
+        loss = model(padded, attention_mask=mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert torch.equal(model(padded, attention_mask=mask).logits.argmax(-1), labels)
 
 
 def test_a_lora_attaches_to_the_projections():

@@ -20,7 +20,7 @@ from ..ops import SlotState, gated_slots, running_softmax, silu_product
 from ..ops.gated_slots import LOGIT_BOUND
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, check_even_head_dim, expanded_dim, head_dim_of, heads_of_slots
-from .layers import RMSNorm, blank_state, places, rotated, sequences, wide
+from .layers import RMSNorm, blank_state, places, plain, rotated, sequences, wide
 
 WRITES = ("time", "slots")
 
@@ -119,7 +119,7 @@ class ABCMixer(Mixer):
         return self.o_proj(y.flatten(2)), ABCState(memory, total, length)
 
     def init_state(self, batch: int) -> ABCState:
-        weight, slots = self.o_proj.weight, (batch, self.heads, self.config.slots)
+        weight, slots = plain(self.o_proj.weight), (batch, self.heads, self.config.slots)
         memory = SlotState(
             blank_state(weight, *slots, self.key_dim), blank_state(weight, *slots, self.head_dim)
         )

@@ -217,7 +217,13 @@ def sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def plain(weight: Tensor) -> Tensor:
+    """A map's weight; in maps that torch's quantize_dynamic has replaced it is a function."""
+    return weight().dequantize() if callable(weight) else weight
+
+
 def blank_state(weight: Tensor, *shape: int) -> Tensor:
     """Zeros for a state on the device of a mixer's weight, in fp32, or fp64 if the weight is."""
+    weight = plain(weight)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.zeros(shape, dtype=dtype, device=weight.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from .base import Mixer, check_even_head_dim, head_dim_of
-from .layers import rotated
+from .layers import plain, rotated
 
 #: Attention masks are built in blocks of at most this many (query, key) pairs.
 MASK_ENTRIES = 2**23
@@ -79,11 +79,10 @@ class TransformerMixer(Mixer):
         return self.o_proj(y.transpose(1, 2).flatten(2)), state
 
     def init_state(self, batch: int) -> AttentionState:
-        weight = self.o_proj.weight
-        empty = weight.new_zeros(batch, self.heads, 0, self.head_dim)
-        return AttentionState(
-            empty, empty, torch.zeros(batch, dtype=torch.long, device=weight.device)
-        )
+        weight = plain(self.o_proj.weight)
+        device, shape = weight.device, (batch, self.heads, 0, self.head_dim)
+        empty = torch.zeros(shape, dtype=weight.dtype, device=device)
+        return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 
     def state_size(self, tokens: int | None = None) -> float:
         columns = min(math.inf if tokens is None else tokens, self._kept)

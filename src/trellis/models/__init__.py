@@ -5,7 +5,12 @@ Importing this package registers the model with transformers' Auto classes, so t
 """
 
 try:
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -15,7 +20,12 @@ except ModuleNotFoundError as error:
 
 from .cache import TrellisCache
 from .config import TrellisConfig
-from .modeling import TrellisForCausalLM, TrellisModel, TrellisPreTrainedModel
+from .modeling import (
+    TrellisForCausalLM,
+    TrellisForSequenceClassification,
+    TrellisModel,
+    TrellisPreTrainedModel,
+)
 from .presets import PRESETS, count_parameters, match_parameters, preset
 
 __all__ = [
@@ -23,6 +33,7 @@ __all__ = [
     "TrellisCache",
     "TrellisConfig",
     "TrellisForCausalLM",
+    "TrellisForSequenceClassification",
     "TrellisModel",
     "TrellisPreTrainedModel",
     "count_parameters",
@@ -33,3 +44,6 @@ __all__ = [
 AutoConfig.register(TrellisConfig.model_type, TrellisConfig, exist_ok=True)
 AutoModel.register(TrellisConfig, TrellisModel, exist_ok=True)
 AutoModelForCausalLM.register(TrellisConfig, TrellisForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    TrellisConfig, TrellisForSequenceClassification, exist_ok=True
+)

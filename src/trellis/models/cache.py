@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .modeling import TrellisPreTrainedModel
 
 FORMAT = "trellis-cache"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+#: The name of `TrellisCache.last` in a file; those of states begin with "layers.".
+LAST = "last"
 
 
 class TrellisCache(Cache):
@@ -41,6 +43,9 @@ class TrellisCache(Cache):
         self._states = states
         #: Tokens read so far per sequence, padding included: the length, in generate()'s terms.
         self.seen = seen
+        #: What `model.read` saw of the last token [B, dim]: `model.lm_head` predicts the next one
+        #: from it. None where something else than `read` has changed the cache.
+        self.last: Tensor | None = None
         self._model = weakref.ref(model)  # its weights are large, and it may hold caches itself
 
     @property
@@ -96,7 +101,11 @@ class TrellisCache(Cache):
     def _map(self, function: Any) -> TrellisCache:
         other = copy.copy(self)
         other.states = [map_tensors(function, state) for state in self.states]
+        other.last = map_tensors(function, self.last)
         return other
+
+    def _become(self, other: TrellisCache) -> None:
+        self.states, self.seen, self.last = other.states, other.seen, other.last
 
     def _owner(self) -> TrellisPreTrainedModel:
         model = self._model()
@@ -110,16 +119,16 @@ class TrellisCache(Cache):
         return self.seen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.states = self.reorder(beam_idx).states
+        self._become(self.reorder(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.states = self.select(indices).states
+        self._become(self.select(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0)).states
+        self._become(self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0)))
 
     def reset(self) -> None:
-        self.states, self.seen = self._owner().init_cache(self.batch_size).states, 0
+        self._become(self._owner().init_cache(self.batch_size))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -150,18 +159,19 @@ class TrellisCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, whole or not at all.
 
-        The file holds a format version, a checksum, and a fingerprint of the model's configuration
-        and present weights: `load` refuses the file for any other model.
+        The file holds a format version, a checksum of all that it holds, and a fingerprint of the
+        model's configuration and present weights: `load` refuses the file for any other model.
         """
         model = self._owner()
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._tensors()}
+        found = self._tensors() + ([] if self.last is None else [(LAST, self.last)])
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in found}
         content = {
             "format": FORMAT,
             "version": str(FORMAT_VERSION),
             "fingerprint": model.fingerprint(),
             "seen": str(self.seen),
-            "sha256": _checksum(tensors),
         }
+        content["sha256"] = _checksum(tensors, content)
         write_whole(Path(path), to_safetensors(tensors, metadata=content))
 
     @classmethod
@@ -188,20 +198,25 @@ class TrellisCache(Cache):
                 f"{path} has format version {content.get('version')}; this version of trellis "
                 f"reads {FORMAT_VERSION}"
             )
-        if content.get("sha256") != _checksum(tensors):
+        if content.pop("sha256", None) != _checksum(tensors, content):
             raise ValueError(f"{path} has been changed: its contents do not match its checksum")
         if content.get("fingerprint") != model.fingerprint():
             raise ValueError(
                 f"{path} belongs to a model with another configuration or other weights"
             )
         tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-        templates = model.init_cache(1).states
-        states = [rebuild(s, tensors, f"layers.{i}") for i, s in enumerate(templates)]
-        return cls(model, states, int(content["seen"]))
+        cache = model.init_cache(1)
+        form = {name: (tensor.dim(), tensor.dtype) for name, tensor in cache._tensors()}
+        last = tensors.pop(LAST, None)
+        if {name: (tensor.dim(), tensor.dtype) for name, tensor in tensors.items()} != form:
+            raise ValueError(f"{path} does not hold the states of this model's layers")
+        states = [rebuild(s, tensors, f"layers.{i}") for i, s in enumerate(cache.states)]
+        cache.states, cache.seen, cache.last = states, int(content["seen"]), last
+        return cache
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _checksum(tensors: dict[str, Tensor], content: dict[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -211,9 +226,16 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 
 def hash_weights(digest: Any, model: torch.nn.Module) -> None:
     """Update a hash with every weight of a model."""
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        digest.update(tensor_bytes(weight))
+    for name, value in sorted(model.state_dict().items()):
+        # torch's quantize_dynamic puts tuples of weight and bias, and types, into a state_dict.
+        for weight in value if isinstance(value, tuple) else (value,):
+            if not isinstance(weight, Tensor):
+                digest.update(f"{name} {weight}".encode())
+                continue
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            if weight.is_quantized or type(weight.data) is not Tensor:  # of torchao, for one
+                weight = weight.dequantize()
+            digest.update(tensor_bytes(weight))
 
 
 def tensor_bytes(tensor: Tensor) -> Any:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -126,8 +127,8 @@ class TrellisModel(TrellisPreTrainedModel):
         """The hidden states of the tokens, and the cache after them.
 
         input_ids [B, T], or inputs_embeds [B, T, dim].
-        attention_mask [B, T]: 0 at padding, left or right; with a cache it may also cover the
-            tokens that the cache has read.
+        attention_mask [B, T]: 0 at padding, left or right; with a cache, and only then, it may
+            also cover the tokens that the cache has read.
         cu_seqlens [N+1]: makes the one row of a batch (B = 1) a pack of N sequences.
         hidden_to_keep: only this many of the last hidden states are returned; 0: all.
         relay: in place of a cache, hands states into and out of every layer (models/relay.py).
@@ -138,6 +139,10 @@ class TrellisModel(TrellisPreTrainedModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is not None:
+            checks.dimensions("inputs_embeds", inputs_embeds, "[B,T,dim]")
+        else:
+            checks.token_ids("input_ids", given, self.config.vocab_size)
         tokens = given.shape[1]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
@@ -198,10 +203,12 @@ class TrellisModel(TrellisPreTrainedModel):
             )
         if attention_mask is not None:
             columns = attention_mask.shape[1] if attention_mask.dim() == 2 else -1
-            if columns < tokens or attention_mask.shape[0] != batch:
+            most = tokens + (cache.seen if cache is not None else 0)
+            if not tokens <= columns <= most or attention_mask.shape[0] != batch:
+                longer = f", or up to {most}, with those of the cache" if most > tokens else ""
                 raise ValueError(
-                    f"attention_mask must have shape [B, T] with B = {batch} and T at least "
-                    f"{tokens}, the number of input tokens; got {list(attention_mask.shape)}"
+                    f"attention_mask must have shape [B, T] with B = {batch} and T = {tokens}, the "
+                    f"number of input tokens{longer}; got {list(attention_mask.shape)}"
                 )
 
     def _read(
@@ -236,7 +243,7 @@ class TrellisModel(TrellisPreTrainedModel):
             if output_hidden_states:
                 trace.append(x)
         if cache is not None:  # all at once: an interrupted call leaves the cache as it was
-            cache.states = states
+            cache.states, cache.last = states, None
             cache.seen += columns
         if packing is not None:
             x, trace = packing.unpack(x), [packing.unpack(t) for t in trace]
@@ -353,11 +360,20 @@ class TrellisForCausalLM(TrellisPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, cache: TrellisCache | None = None) -> TrellisCache:
-        """Reads tokens [B, T], however many, into a cache, and computes no logits."""
+        """Reads tokens [B, T], however many, into a cache, and computes no logits.
+
+        `lm_head(cache.last)` gives the logits of the token after them.
+        """
         if cache is None:
-            cache = self.init_cache(input_ids.shape[0])
-        self.model(input_ids, past_key_values=cache, use_cache=True, hidden_to_keep=1)
+            cache = self.init_cache(len(input_ids))
+        read = self.model(input_ids, past_key_values=cache, use_cache=True, hidden_to_keep=1)
+        if input_ids.shape[1]:
+            cache.last = read.last_hidden_state[:, -1]
         return cache
+
+
+class TrellisForSequenceClassification(GenericForSequenceClassification, TrellisPreTrainedModel):
+    """The backbone and a linear map from the last token that is not padding to labels."""
 
 
 def _refuse_misspelt(unknown: dict[str, Any], function: Any) -> None:
