@@ -30,6 +30,14 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode("ascii"))
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to. At the end it replaces the target; after an error it is removed."""

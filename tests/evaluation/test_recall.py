@@ -426,6 +426,7 @@ GOOD = json.dumps(rows("fda")[0])
     ("content", "message"),
     [
         (f"{GOOD}\n\n{{bad", r"set.jsonl:3: this is not JSON"),
+        ("[" * 100_000, r"set.jsonl:1: this is not JSON: it is nested too deeply"),
         (f"{GOOD}\n[1]", r"set.jsonl:2: expected an object, got a list"),
         ('{"value": "a", "key": "b"}', r"set.jsonl:1: there is no field 'text', but 'value'"),
         ('{"text": "a", "key": "b"}', r"set.jsonl:1: there is no field 'value'"),
@@ -446,6 +447,7 @@ def test_malformed_rows_are_named(tmp_path, content, message):
     ("name", "content", "message"),
     [
         ("a.json", b"[\n1,", r"a.json:2: this is not JSON"),
+        ("a.json", b"[" * 100_000, r"a.json cannot be read: it is nested too deeply"),
         ("a.json", b"[]", r"there is no item in .*a.json"),
         ("a.json", b'[{"text": "a", "value": "b"}, 3]', r"a.json: item 2: expected an object"),
         ("a.json", b'{"data": 1}', r"field 'data' must be a list, not int"),

@@ -129,6 +129,18 @@ def test_settings_and_files_that_are_no_recipe(tmp_path):
     (tmp_path / "broken.toml").write_text("[train\n")
     with pytest.raises(ValueError, match=r"broken\.toml is not valid TOML"):
         load_recipe(tmp_path / "broken.toml")
+    levels = 5000
+    for deep in (
+        "x = " + "[" * levels,
+        "[train]\nx = " + "{a=" * levels,
+        "x" + ".a" * levels + "=1",
+    ):
+        (tmp_path / "deep.toml").write_text(deep)
+        with pytest.raises(ValueError, match="nested too deeply"):
+            load_recipe(tmp_path / "deep.toml")
+    for deep in ("train.steps=" + "[" * levels, "train.steps" + ".a" * levels + "=1"):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            load_recipe(path, [deep])
     (tmp_path / "odd.toml").write_text("include = 3\n")
     with pytest.raises(ValueError, match="include must be one or several file names; got 3"):
         load_recipe(tmp_path / "odd.toml")

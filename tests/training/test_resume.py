@@ -235,7 +235,10 @@ def test_a_flipped_byte_is_found(finished, corpus):
     [
         ("checkpoint.json", b"{", "checkpoint.json is damaged"),
         ("checkpoint.json", b'{"files": {}, "format": "x", "version": 9}', "format x version 9"),
+        ("checkpoint.json", b"[" * 100_000, "checkpoint.json is damaged .it is nested too deeply"),
+        ("checkpoint.json", b"[]", "checkpoint.json is damaged .the file must be an object"),
         ("extra.safetensors", None, "extra.safetensors is missing"),
+        ("shards/more.safetensors", b"", "more.safetensors is not of this checkpoint: move it"),
     ],
 )
 def test_damage_is_named(finished, corpus, name, content, message):
@@ -243,6 +246,26 @@ def test_damage_is_named(finished, corpus, name, content, message):
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         train(recipe(corpus, train={"steps": 30}), finished, resume=True)
+
+
+@pytest.mark.parametrize("name", ["../../recipe.json", "/etc/hostname", "shards/../../x"])
+def test_a_checkpoint_names_no_file_outside_its_folder(finished, name):
+    path = checkpoints.path_of(finished, 20) / "checkpoint.json"
+    content = json.loads(path.read_text())
+    content["files"][name] = "0" * 64
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"names {name}, which lies elsewhere"):
+        checkpoints.open_checkpoint(finished)
+
+
+@pytest.mark.parametrize("key", ["step", "updates", "files", "data", "bad_steps"])
+def test_a_checkpoint_without_a_field_is_damaged(finished, key):
+    path = checkpoints.path_of(finished, 20) / "checkpoint.json"
+    content = json.loads(path.read_text())
+    for value in (None, -1, [1]):
+        path.write_text(json.dumps({**content, key: value}))
+        with pytest.raises(ValueError, match=f"checkpoint.json is damaged .'{key}' must be"):
+            checkpoints.open_checkpoint(finished)
 
 
 def test_another_recipe_or_text_is_refused(finished, corpus, tmp_path):

@@ -265,7 +265,9 @@ def test_any_temperature_above_zero_works(trained):
     assert cold == likeliest != hot
 
 
-@pytest.mark.parametrize("content", ["[]", '{"train"', '{"trian": {}}', '{"train": 3}'])
+@pytest.mark.parametrize(
+    "content", ["[]", '{"train"', '{"trian": {}}', '{"train": 3}', "[" * 100_000]
+)
 def test_a_damaged_recipe_of_a_run_is_named(tmp_path, content):
     (tmp_path / "recipe.json").write_text(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/recipe\.json is damaged: "):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import codecs
 import itertools
-import json
 import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
+from ..files import parse_json
 from .compression import READ_ERRORS, SUFFIXES, check_available, decompressed
 from .pieces import last_cut
 
@@ -202,10 +202,10 @@ def read_jsonl(stream: IO[bytes], name: str, text_field: str, sure: bool = True)
         if line.isspace():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = parse_json(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             row = Skip(here, NOT_UTF8, f"{error.reason} at byte {error.start}")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             row = Skip(here, BAD_JSON, str(error))
         if not (sure := sure or isinstance(row, dict)):
             yield Skip(name, NOT_JSONL, "the first line is not an object by itself")

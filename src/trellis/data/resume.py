@@ -21,7 +21,7 @@ import numpy as np
 
 import trellis
 
-from ..files import lock, naming, sha256_of, write_json
+from ..files import lock, naming, parse_json, sha256_of, write_json
 from .shards import (
     END_DTYPE,
     FORMAT,
@@ -63,7 +63,7 @@ class ResumeState:
         if not path.exists():
             return None
         try:
-            found = json.loads(path.read_bytes())
+            found = parse_json(path.read_bytes())
             check_layout(found, _LAYOUT)
         except ValueError as error:
             raise ValueError(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import sha256_of, write_json
+from ..files import parse_json, sha256_of, write_json
 
 if TYPE_CHECKING:
     from .tokenizer import TextTokenizer
@@ -108,8 +108,8 @@ def is_corpus(folder: str | Path) -> bool:
     """Whether a folder is a corpus, finished or not."""
     for name in (MANIFEST_FILE, PROGRESS_FILE):
         try:
-            content = json.loads(Path(folder, name).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            content = parse_json(Path(folder, name).read_bytes())
+        except (OSError, ValueError):
             continue
         if isinstance(content, dict) and content.get("format") == FORMAT:
             return True
@@ -323,7 +323,7 @@ def open_corpus(path: str | Path) -> Corpus:
                 hint = f"{unfinished} is unfinished: run its `trellis data prepare` again to go on"
         raise FileNotFoundError(f"{folder} is not a corpus: there is no {file.name}; {hint}")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = parse_json(file.read_text(encoding="utf-8"))
         form, version = manifest["format"], manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a manifest of a corpus ({error!r}): {_AGAIN}") from error

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..data.tokenizer import TextTokenizer, load_tokenizer
+from ..files import parse_json
 from ..models.cache import TrellisCache, hash_weights
 from ..models.modeling import TrellisForCausalLM
 from ..training.checkpoint import open_checkpoint
@@ -280,7 +281,7 @@ def _kind_of(path: Path) -> str:
         return "run"
     if not path.exists():
         return "transformers"
-    config = json.loads((path / "config.json").read_text())
+    config = parse_json((path / "config.json").read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{path / 'config.json'} must hold an object; got {config!r:.40}")
     return "exported" if config.get("model_type") == "trellis" else "transformers"

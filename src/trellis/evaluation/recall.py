@@ -36,6 +36,7 @@ from ..data.compression import optional
 from ..data.documents import form_of
 from ..data.sources import HUB, open_hub
 from ..data.tokenizer import TextTokenizer
+from ..files import parse_json
 from .models import EvaluatedModel
 from .runner import Job, Record, Records, Report, Rows, Table, hash_of, json_rows, read_text
 from .scoring import BATCH_TOKENS, Progress, complete
@@ -160,11 +161,13 @@ def _content(source: str) -> dict[str, Any] | Rows:
         return json_rows(text, source)
     # A .json file holds the object of SQuAD 1.1, a list of rows, or one row in each line.
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return json_rows(text, source)
         raise ValueError(f"{source}:{error.lineno}: this is not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be read: {error}") from error
     if isinstance(value, dict) and "data" in value:
         return value
     return _numbered(source, value if isinstance(value, list) else [value])

@@ -25,7 +25,7 @@ import torch
 from .. import __version__
 from ..data.compression import READ_ERRORS, check_available, decompressed
 from ..data.documents import form_of
-from ..files import write_whole
+from ..files import parse_json, write_whole
 from .scoring import Progress
 
 #: The version of results. It goes up when a task comes to measure something else, so that older
@@ -173,7 +173,7 @@ def check_writable(folder: Path, out: Path) -> None:
 
 def _read(path: Path) -> Record:
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged, delete it to measure again: {error}") from error
 
@@ -258,6 +258,6 @@ def json_rows(text: str, source: str) -> Rows:
     for number, line in lines(text):
         where = f"{source}:{number}"
         try:
-            yield where, json.loads(line)
+            yield where, parse_json(line)
         except ValueError as error:
             raise ValueError(f"{where}: this is not JSON: {error}") from error

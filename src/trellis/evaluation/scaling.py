@@ -12,7 +12,6 @@ the same corpus, which the checkpoint names by a hash, or the corpus that is now
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -200,7 +199,7 @@ def read_training(run: Path) -> Training:
     recipe = recipe_of(run)
     records = read_metrics(run)
     saved = checkpoints.open_checkpoint(run, verify=False)
-    config = TrellisConfig.from_dict(json.loads((saved.path / "config.json").read_text()))
+    config = saved.config()
     model = weightless(config)
     steps = max([saved.step, *(record["step"] for record in records)])
     contexts = contexts_of(recipe, records, steps)

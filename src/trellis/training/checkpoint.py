@@ -29,7 +29,9 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..files import sha256_of, sync, write_whole
+from ..data.shards import check_layout
+from ..files import parse_json, sha256_of, sync, write_whole
+from ..models.config import TrellisConfig
 from .distributed import Processes
 
 FORMAT = "trellis-checkpoint"
@@ -37,6 +39,10 @@ VERSION = 1
 SHARDS = "shards"
 EXTRA = "extra.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_LAYOUT = {
+    "step": int, "updates": int, "bad_steps": int, "bad_in_a_row": int, "recipe": {}, "data": str,
+    "files": {},
+}  # fmt: skip
 
 
 @dataclass
@@ -49,6 +55,14 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.content["step"])
+
+    def config(self) -> TrellisConfig:
+        """The configuration of the model. Raises ValueError if its file is damaged."""
+        path = self.path / "config.json"
+        try:
+            return TrellisConfig.from_dict(parse_json(path.read_text()))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def folder_of(run: Path) -> Path:
@@ -88,16 +102,24 @@ def open_checkpoint(run: Path, step: int | None = None, verify: bool = True) -> 
     if older:
         advice = f"delete that folder to go on from step {older[-1]}"
     try:
-        content = json.loads((path / "checkpoint.json").read_text())
-        files = content["files"]
-        known = content["format"] == FORMAT and content["version"] == VERSION
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = parse_json((path / "checkpoint.json").read_text())
+        check_layout(content, {"format": str, "version": int})
+        if (content["format"], content["version"]) == (FORMAT, VERSION):
+            check_layout(content, _LAYOUT)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path / 'checkpoint.json'} is damaged ({error}); {advice}") from error
-    if not known:
+    if (content["format"], content["version"]) != (FORMAT, VERSION):
         raise ValueError(
             f"{path} has format {content['format']} version {content['version']}; this version of "
             f"trellis reads {FORMAT} version {VERSION}"
         )
+    files = content["files"]
+    # torch reads every file in the folder of shards, listed or not.
+    for name in {*files, *(f"{SHARDS}/{file.name}" for file in (path / SHARDS).glob("*"))}:
+        if name not in files:
+            raise ValueError(f"{path / name} is not of this checkpoint: move it elsewhere")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path / 'checkpoint.json'} names {name}, which lies elsewhere")
     for name, digest in files.items():
         if not (path / name).is_file():
             raise ValueError(f"{path / name} is missing; {advice}")

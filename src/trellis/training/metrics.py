@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..data.batches import assemble, validation_windows
-from ..files import write_whole
+from ..files import parse_json, write_whole
 from .distributed import Processes
 
 FILE = "metrics.jsonl"
@@ -116,7 +116,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line))
         except ValueError as error:
             if number == len(lines):
                 break

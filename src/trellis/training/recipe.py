@@ -16,7 +16,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,8 +292,9 @@ def from_dict(table: Mapping[str, Any]) -> Recipe:
         ValueError: a key is unknown (the nearest known one is named), or a value has the wrong
             type or is out of range.
     """
-    recipe = build(Recipe, table, "")
-    recipe.check()
+    with _not_too_deep():
+        recipe = build(Recipe, table, "")
+        recipe.check()
     return recipe
 
 
@@ -309,12 +310,23 @@ def load_recipe(path: Path, settings: Iterable[str] = ()) -> Recipe:
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """A copy of a recipe with settings such as "train.steps=100"."""
-    return from_dict(_changed(recipe.as_dict(), settings))
+    with _not_too_deep():
+        return from_dict(_changed(recipe.as_dict(), settings))
 
 
 def read_table(path: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
     """The table of a TOML file with those it includes, and settings such as "train.steps=100"."""
-    return _changed(_read(path, ()), settings)
+    with _not_too_deep(path):
+        return _changed(_read(path, ()), settings)
+
+
+@contextlib.contextmanager
+def _not_too_deep(what: object = "the recipe") -> Iterator[None]:
+    """Turns Python's error about tables inside tables, thousands deep, into one about the file."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply") from None
 
 
 def _changed(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -20,8 +19,7 @@ import torch
 
 from ..data.shards import Corpus, TokenStream, open_corpus
 from ..data.tokenizer import TextTokenizer, load_tokenizer
-from ..files import locked, write_json
-from ..models.config import TrellisConfig
+from ..files import locked, parse_json, write_json
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .distributed import Processes, processes
@@ -155,7 +153,7 @@ def recipe_of(run: Path) -> Recipe:
     if not path.is_file():
         raise FileNotFoundError(f"{run} is not a run: it has no {RECIPE}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it must hold an object, not {type(content).__name__}")
         absolute = content.pop(ABSOLUTE, {})
@@ -230,8 +228,7 @@ def load_run(
         model = TrellisForCausalLM.from_pretrained(path)
     else:
         found = checkpoints.open_checkpoint(path, step)
-        config = TrellisConfig.from_dict(json.loads((found.path / "config.json").read_text()))
-        model = TrellisForCausalLM(config)
+        model = TrellisForCausalLM(found.config())
         checkpoints.load_tensors(found, checkpoints.training_tensors(model, None))
     if model.config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
