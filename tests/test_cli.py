@@ -1,3 +1,6 @@
+import inspect
+import json
+import os
 import subprocess
 import sys
 
@@ -5,7 +8,7 @@ import pytest
 
 import trellis
 
-pytest.importorskip("typer", reason="the command needs typer")
+typer = pytest.importorskip("typer", reason="the command needs typer")
 
 
 def run(*arguments):
@@ -31,3 +34,56 @@ def test_an_unknown_preset_is_named():
     assert out.returncode != 0
     assert "preset must be one of 125m" in out.stderr
     assert "Traceback" not in out.stderr
+
+
+def commands(app):
+    """The functions of all commands of the program, and of its groups."""
+    yield from (info.callback for info in app.registered_commands)
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance)
+
+
+def test_every_command_has_json_and_quiet():
+    from trellis.cli import app
+
+    found = list(commands(app))
+    assert len(found) > 20
+    for command in found:
+        assert {"as_json", "quiet"} <= set(inspect.signature(command).parameters), command.__name__
+
+
+def test_json_is_all_that_is_printed():
+    out = run("models", "125m", "--json")
+    assert out.returncode == 0, out.stderr
+    sizes = json.loads(out.stdout)["sizes"]["125m"]
+    assert sizes["trellis"]["parameters"] == 123_847_344
+    assert sizes["transformer"]["state_bytes"] is None
+    assert "123,847,344" in out.stderr
+    out = run("models", "125m", "--json", "--quiet")
+    assert (json.loads(out.stdout)["sizes"]["125m"], out.stderr) == (sizes, "")
+    out = run("models", "125m", "--quiet")
+    assert (out.returncode, out.stdout, out.stderr) == (0, "", "")
+    out = run("models", "2b", "--quiet")
+    assert out.returncode == 1
+    assert out.stderr.startswith("trellis: preset must be one of 125m")
+
+
+def test_what_was_left_out_is_an_error_after_the_result(capsys):
+    from trellis.cli.options import reporting
+
+    command = reporting(lambda: {"found": 3, "left_out": ["gpt2 was not measured"]})
+    with pytest.raises(SystemExit, match="trellis: gpt2 was not measured"):
+        command(as_json=True, quiet=False)
+    assert json.loads(capsys.readouterr().out)["found"] == 3
+
+
+def test_the_shell_completes():
+    out = run("--show-completion", "bash")
+    assert out.returncode == 0, out.stderr
+    assert "complete" in out.stdout
+    entered = {"COMP_WORDS": "trellis tra", "COMP_CWORD": "1", "_TRELLIS_COMPLETE": "complete_bash"}
+    code = "import sys; sys.argv = ['trellis']; from trellis.cli import main; main()"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **entered}
+    )
+    assert out.stdout.split() == ["train"]

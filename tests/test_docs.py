@@ -43,6 +43,13 @@ def test_python_examples_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, example in enumerate(examples):
         exec(compile(example, f"{path.name}, example {number + 1}", "exec"), {})
+    # A reader runs the commands too: no example writes over what one of them has written.
+    by_commands = {
+        Path(name).parts[0]
+        for document in DOCUMENTS
+        for name in re.findall(r"--(?:state-)?out[ =]([\w./-]+)", document.read_text())
+    }
+    assert not by_commands & {written.name for written in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)

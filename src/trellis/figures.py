@@ -36,3 +36,11 @@ def figure(path: Path, columns: int = 1, **options: Any) -> Iterator[Any]:
         drawn.savefig(path, dpi=120)
     finally:
         plt.close(drawn)
+
+
+def count_tokens(axis: Any) -> None:
+    """Marks an axis from left to right with doubling counts of tokens: 512, 1k, 2k."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(
+        lambda count, _: f"{count / 1024:g}k" if count >= 1024 else f"{count:g}"
+    )

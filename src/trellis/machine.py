@@ -32,6 +32,19 @@ def resident_bytes() -> int:
     return int(pages.read_text().split()[1]) * resource.getpagesize()
 
 
+def total_bytes() -> int:
+    """The memory of this machine, or what the process's container may use of it."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of Linux; "max" where there is none
+    allowed = limit.read_text().strip() if limit.is_file() else ""
+    return min(installed, int(allowed)) if allowed.isdigit() else installed
+
+
+def gib(size: float) -> str:
+    """Bytes as "1.25 GiB"; "2.3e+09 GiB" where there are more than any machine has."""
+    return f"{size / 2**30:{'.2f' if size < 2**50 else '.1e'}} GiB"
+
+
 def reset_peak() -> None:
     """Makes `peak_bytes` count from the present size; works on Linux only."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from tests.support import evaluated_model, make_corpus, recipe, save_gpt2
 from transformers import GPT2LMHeadModel
 
 from trellis.evaluation import models as module
-from trellis.evaluation.models import look_up, name_of, open_model, open_models
+from trellis.evaluation.models import Unreachable, look_up, name_of, open_model, open_models
 
 
 def save_ours(folder):
@@ -109,12 +110,45 @@ def test_all_models_are_looked_up_before_the_first_is_loaded(tmp_path, monkeypat
 
 
 def test_a_name_that_the_hub_does_not_know_is_an_error(monkeypatch):
-    def refuse(name):
+    def refuse(name, local_files_only):
+        assert not local_files_only
         raise OSError("404")
 
+    monkeypatch.setattr(module, "_hub_answers", lambda: True)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
     with pytest.raises(FileNotFoundError, match="there is no model nobody/nothing: 404"):
         look_up("nobody/nothing")
+
+
+def test_models_that_the_hub_would_have_to_send_are_left_out_while_it_does_not_answer(
+    tmp_path, monkeypatch
+):
+    good = str(save_gpt2(tmp_path / "good"))
+    monkeypatch.setattr(module, "_hub_answers", lambda: False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    said = "nobody/nothing was not measured: it is not on this machine, and the hub does not answer"
+    left_out = []
+    found = list(open_models([good, "nobody/nothing"], left_out=left_out))
+    assert ([model.name for model in found], left_out) == (["good"], [said])
+    for models, given in (([good, "nobody/nothing"], None), (["nobody/nothing"], [])):
+        with pytest.raises(Unreachable, match=said):
+            next(open_models(models, left_out=given))
+
+
+def test_the_hub_is_asked_once(monkeypatch):
+    asked = []
+
+    def refuse(*_, timeout):
+        asked.append(timeout)
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=refuse))
+    module._hub_answers.cache_clear()
+    try:
+        assert [module._hub_answers(), module._hub_answers()] == [False, False]
+    finally:
+        module._hub_answers.cache_clear()
+    assert asked == [5]
 
 
 def test_the_folder_where_one_is_has_a_name(tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ def test_settings_and_files_that_are_no_recipe(tmp_path):
     for deep in (
         "x = " + "[" * levels,
         "[train]\nx = " + "{a=" * levels,
-        "x" + ".a" * levels + "=1",
+        "train.steps" + ".a" * levels + "=1",
     ):
         (tmp_path / "deep.toml").write_text(deep)
         with pytest.raises(ValueError, match="nested too deeply"):

@@ -1,10 +1,13 @@
 """What a person does with runs: train, watch, generate, export, plot; and what they get wrong."""
 
+import errno
 import json
+import re
 import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tests.support import (
     TEXT,
     comparable,
@@ -16,14 +19,18 @@ from tests.support import (
     write_toml,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from trellis.cli import main
+from trellis import TrellisForCausalLM
+from trellis.cli import app, main
+from trellis.cli import train as commands
 from trellis.data import prepare_corpus, train_tokenizer
 from trellis.evaluation.comparison import draw_losses
 from trellis.mixers.base import names_without_weight_decay
 from trellis.models.cache import TrellisCache
-from trellis.models.sampling import generate
+from trellis.models.sampling import _choose, generate
 from trellis.training.distributed import Processes
+from trellis.training.estimate import least_memory
 from trellis.training.metrics import ProgressLine, clock, read_metrics, validate
 from trellis.training.optimization import decayed_names
 from trellis.training.run import export, load_run, recipe_of, train
@@ -167,13 +174,21 @@ def test_a_saved_state_is_gone_on_from(trained, tmp_path):
                       "--state-out", tmp_path / "state.safetensors")  # fmt: skip
     assert out.returncode == 0, out.stderr
     assert f"state after {len(first)} tokens" in out.stderr
+    assert out.stdout == f"read {len(first)} tokens\n"  # and not the whole text again
     cache = TrellisCache.load(tmp_path / "state.safetensors", model)
     assert text_of(model, tokenizer, second, cache, max_tokens=30) == whole
     # What was generated has been read as well.
     assert cache.seen == len(first + second) + 30
     out = run_command("generate", trained, "--prompt", second, "--temperature", 0,
                       "--state-in", tmp_path / "state.safetensors", "--max-tokens", 30)  # fmt: skip
-    assert out.stdout == whole + "\n"
+    assert out.stdout == second + whole + "\n"
+    out = run_command("generate", trained, "--prompt", first, "--temperature", 0, "--no-echo",
+                      "--max-tokens", 9, "--json")  # fmt: skip
+    assert out.stderr == (text := json.loads(out.stdout)["texts"][0]) + "\n"
+    # Without a prompt, the text goes on from the state.
+    out = run_command("generate", trained, "--state-in", tmp_path / "state.safetensors",
+                      "--temperature", 0, "--max-tokens", 9)  # fmt: skip
+    assert out.stdout == text + "\n"
 
 
 def test_sampling_depends_on_the_seed_alone(trained):
@@ -186,13 +201,68 @@ def test_sampling_depends_on_the_seed_alone(trained):
     cache = model.init_cache(1)
     list(generate(model, tokenizer, "", cache, max_tokens=3))
     assert cache.seen == 4  # the end of a document, which begins one, and what followed
+    list(generate(model, tokenizer, "", cache, max_tokens=3))
+    assert cache.seen == 7  # without a prompt, it goes on
+    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     with pytest.raises(ValueError, match="prompt must have a token"):
         list(generate(model, tokenizer, "", cache, max_tokens=3))
     sure = [
         "".join(generate(model, tokenizer, "x", model.init_cache(1), max_tokens=9, **options))
-        for options in ({"temperature": 0}, {"top_p": 0.0})
+        for options in ({"temperature": 0}, {"top_p": 0.0}, {"top_k": 1})
     ]
-    assert sure[0] == sure[1]
+    assert sure[0] == sure[1] == sure[2]
+
+
+def test_only_the_likeliest_tokens_are_drawn(trained):
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    source = torch.Generator().manual_seed(0)
+    drawn = {_choose(logits, 5.0, 1.0, 2, source) for _ in range(100)}
+    assert drawn == {1, 3}
+    assert {_choose(logits, 5.0, 1.0, 9, source) for _ in range(200)} == {0, 1, 2, 3}
+    # top_p counts the share among the top_k.
+    chances = logits[[1, 3]].softmax(-1)
+    assert {_choose(logits, 1.0, float(chances[0]) - 1e-3, 2, source) for _ in range(99)} == {1}
+    with pytest.raises(ValueError, match="top_k must be a whole number of at least 1; got 0"):
+        list(text_of(*load_run(trained), "x", None, max_tokens=1, top_k=0))
+
+
+def test_the_progress_of_a_long_prompt(trained, monkeypatch):
+    model, tokenizer = load_run(trained)
+    model.config.segment_size = 100
+    read = []
+    text = "".join(
+        generate(
+            model, tokenizer, "x" * 250, model.init_cache(1), max_tokens=0, progress=read.append
+        )
+    )
+    assert (read, text) == ([100, 100, 50], "")
+    monkeypatch.setattr(commands, "LONG_PROMPT", 10)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = CliRunner().invoke(
+        app, ["generate", str(trained), "--prompt", "x" * 50, "--max-tokens", "0"]
+    )
+    assert shown.exit_code == 0
+    assert "reading the prompt" in shown.stderr
+    assert "50/50" in shown.stderr
+
+
+def test_several_samples_and_a_conversation(trained):
+    arguments = ["generate", str(trained), "--max-tokens", "5"]
+    shown = CliRunner().invoke(app, [*arguments, "--prompt", "ab", "--samples", "3", "--json"])
+    texts = json.loads(shown.stdout)["texts"]
+    assert len(set(texts)) == 3
+    assert shown.stderr == "".join(f"--- {n} of 3\nab{text}\n" for n, text in enumerate(texts, 1))
+    alone = CliRunner().invoke(app, [*arguments, "--prompt", "ab", "--seed", "1", "--no-echo"])
+    assert alone.stdout == texts[1] + "\n"
+    model, tokenizer = load_run(trained)
+    cache = model.init_cache(1)
+    first, second = (
+        "".join(generate(model, tokenizer, line, cache, max_tokens=5, seed=seed))
+        for seed, line in enumerate(["hello", "world"])
+    )
+    shown = CliRunner().invoke(app, [*arguments, "--interactive"], input="hello\nworld\n\nmore\n")
+    assert shown.stdout == f"{first}\n{second}\n"
 
 
 @pytest.mark.parametrize("step", [10, None])
@@ -206,6 +276,12 @@ def test_every_checkpoint_can_be_exported(trained, tmp_path, step):
     assert ids[0].tolist() == tokenizer.encode(text).tolist()
     assert fast.decode(ids[0]) == text
     assert fast.eos_token_id == loaded.config.eos_token_id == 256
+    assert fast.pad_token_id == loaded.config.pad_token_id == 256
+    batch = fast(["a longer text", "text"], padding=True, padding_side="left", return_tensors="pt")
+    assert loaded.generation_config.pad_token_id == 256
+    both = loaded.generate(**batch, max_new_tokens=4, do_sample=False)
+    alone = loaded.generate(fast("text", return_tensors="pt").input_ids, max_new_tokens=4)
+    assert both[1, -4:].tolist() == alone[0, -4:].tolist()
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
     again, _ = load_run(tmp_path / "model")
@@ -220,14 +296,16 @@ def test_an_export_is_whole_or_not_there(trained, tmp_path, monkeypatch):
     (left / "model.safetensors").write_text("")
     before = set(tmp_path.iterdir())
 
-    def full(*arguments, **options):
-        raise OSError("no space left")
+    for error in (OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error")):
 
-    with monkeypatch.context() as patched:
-        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-        with pytest.raises(OSError, match="no space left"):
-            export(trained, tmp_path / "model")
-    assert set(tmp_path.iterdir()) == before
+        def full(*arguments, error=error, **options):
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+            with pytest.raises(OSError, match=re.escape(str(tmp_path / "model"))):
+                export(trained, tmp_path / "model")
+        assert set(tmp_path.iterdir()) == before
     export(trained, tmp_path / "new" / "model")
     assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "model"]
     load_run(tmp_path / "new" / "model")
@@ -249,6 +327,10 @@ def test_what_generate_cannot_do_is_said(trained, tmp_path, monkeypatch, capsys)
     assert "--prompt must be UTF-8; its character 3 is a byte that is not" in said
     said = said_by(monkeypatch, "generate", trained, "--seed", 2**70)
     assert "seed must be from -2^63 to 2^64 - 1; got 1180591620717411303424" in said
+    said = said_by(monkeypatch, "generate", trained, "--samples", 2, "--state-out", tmp_path / "s")
+    assert "--samples must be 1 with --interactive or --state-out; got 2" in said
+    said = said_by(monkeypatch, "generate", trained, "--device", "nowhere")
+    assert "--device must be one that torch has; got 'nowhere'" in said
     said = said_by(monkeypatch, "generate", trained, "--temperature", "inf")
     assert "temperature must be a number of at least 0; got inf" in said
     assert capsys.readouterr().out == ""
@@ -272,6 +354,67 @@ def test_a_damaged_recipe_of_a_run_is_named(tmp_path, content):
     (tmp_path / "recipe.json").write_text(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/recipe\.json is damaged: "):
         recipe_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("model.hidden_size=1000000", "model.hidden_size"),
+        ("model.hidden_size=1000000000", "model.hidden_size = 1000000000"),
+        ("model.num_hidden_layers=100000000", "model.num_hidden_layers"),
+        ("model.intermediate_size=100000000000", "model.intermediate_size"),
+        ("train.rows=1000000000", "train.rows"),
+        ("train.batch_tokens=1e30", "train.batch_tokens"),
+    ],
+)
+def test_what_cannot_fit_is_refused_by_the_key(corpus, tmp_path, monkeypatch, setting, key):
+    path = write_toml(tmp_path / "r.toml", recipe_table(corpus))
+    for dry in ([], ["--dry-run"]):
+        said = said_by(
+            monkeypatch, "train", path, "--out", tmp_path / "run", "--set", setting, *dry
+        )
+        assert key in said
+        assert "the run needs at least" in said or "no model can be made with" in said
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_least_memory_is_less_than_what_a_run_takes(corpus):
+    """By torch's own count of what is allocated in a step: weights, gradients, moments."""
+    chosen = recipe(corpus, model={"hidden_size": 128})
+    group = Processes(0, 1, torch.device("cpu"), 1, None)
+    needs = least_memory(chosen, corpus.vocab_size, group)
+    model = TrellisForCausalLM(chosen.model.config(corpus.vocab_size))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert needs["weights, gradients and moments"][0] == 4 * weights
+
+
+def test_a_dry_run_measures_and_writes_nothing(corpus, tmp_path):
+    path = write_toml(tmp_path / "r.toml", recipe_table(corpus))
+    shown = CliRunner().invoke(
+        app, ["train", str(path), "--out", str(tmp_path / "run"), "--dry-run"]
+    )
+    assert shown.exit_code == 0, shown.output
+    model = TrellisForCausalLM(recipe(corpus).model.config(corpus.vocab_size))
+    count = sum(p.numel() for p in model.parameters())
+    assert f"parameters  {count:,}\n" in shown.output
+    assert f"state       {model.init_cache(1).nbytes:,} bytes of a sequence" in shown.output
+    assert "tokens      2,560 in 20 steps of 4 x 32" in shown.output
+    assert re.search(r"memory      \d+\.\d\d GiB in these steps, of \d+\.\d\d GiB", shown.output)
+    assert re.search(r"time        \d+:\d\d at [\d,]+ tokens/s", shown.output)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_first_and_last_lines_of_a_run(corpus, tmp_path):
+    out = run_command("train", write_toml(tmp_path / "r.toml", recipe_table(corpus)), "--out",
+                      tmp_path / "run", "--json", "--set", "train.steps=2")  # fmt: skip
+    lines = out.stderr.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("step 1/2"))
+    assert re.search(r"% of peak is of [\d,]+ GFLOP/s, .*; GiB is the memory of", lines[first - 1])
+    assert lines[-2] == f"finished: {tmp_path / 'run'}"
+    assert lines[-1].startswith(f"next: trellis generate {tmp_path / 'run'} --prompt")
+    record = json.loads(out.stdout)
+    assert (record["run"], record["step"]) == (str(tmp_path / "run"), 2)
+    assert {"loss", "validation_loss"} <= set(record)
 
 
 def test_curves_of_several_runs(trained, tmp_path):

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from .. import machine
 from ..files import write_json
-from .options import Threads, names, numbers
+from .options import Threads, names, numbers, reporting
 
 app = typer.Typer(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
 Out = Annotated[
@@ -23,6 +23,7 @@ Rounds = Annotated[int, Option(help="How many times everything is timed.")]
 
 
 @app.command("ops")
+@reporting
 def bench_ops(
     lengths: Lengths = "2048,8192",
     contexts: Contexts = "1024,65536",
@@ -30,45 +31,47 @@ def bench_ops(
     rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
-) -> None:
+) -> Any:
     """The memory op beside attention, Gated DeltaNet and Mamba2; every mixer as a whole layer."""
     from ..bench import ops
 
     record = Record("bench-ops")
     result = ops.run(numbers("lengths", lengths), numbers("contexts", contexts), memory, rounds,
                      record.say)  # fmt: skip
-    record.keep(out, result, ops.draw)
+    return record.keep(out, result, ops.draw)
 
 
 @app.command("chunked")
+@reporting
 def bench_chunked(
     lengths: Lengths = "2048,8192",
     rounds: Rounds = 3,
     threads: Threads = 2,
     out: Out = None,
-) -> None:
+) -> Any:
     """The portable memory op, in plain PyTorch, beside attention."""
     from ..bench import ops
 
     record = Record("bench-chunked")
     ops.run_portable(numbers("lengths", lengths), rounds, record.say)
-    record.keep(out)
+    return record.keep(out)
 
 
 @app.command("model")
+@reporting
 def bench_model(
     preset: Annotated[str, Option(help="Model size.")] = "125m",
     lengths: Annotated[str, Option(help="Training contexts.")] = "512,2048",
     rounds: Rounds = 3,
     threads: Threads = 0,
     out: Out = None,
-) -> None:
+) -> Any:
     """Training of a whole model, with Trellis and with attention."""
     from ..bench import model
 
     record = Record("bench-model")
     result = model.run(preset, numbers("lengths", lengths), rounds, record.say)
-    record.keep(out, result)
+    return record.keep(out, result)
 
 
 @app.command("decoding")
@@ -79,14 +82,14 @@ def bench_decoding(
     rounds: Annotated[int, Option(help="Tokens that are timed.")] = 50,
     threads: Threads = 0,
     out: Out = None,
-) -> None:
+) -> Any:
     """The time of the next token, with Trellis and with attention, natively and in PyTorch."""
     from ..bench import decoding
 
     record = Record(f"bench-decoding-{size}")
     result = decoding.run(size, numbers("contexts", contexts),
                           numbers("batches", batches, most=16), rounds, record.say)  # fmt: skip
-    record.keep(out, result, decoding.draw)
+    return record.keep(out, result, decoding.draw)
 
 
 @app.command("busy")
@@ -94,15 +97,16 @@ def bench_busy(
     seconds: Annotated[float, Option(help="Time of each measurement.")] = 3.0,
     threads: Threads = 0,
     out: Out = None,
-) -> None:
+) -> Any:
     """Training and decoding on an idle machine, and beside another program on one core."""
     from ..bench import decoding
 
     record = Record("bench-busy")
-    record.keep(out, decoding.run_busy(seconds, record.say))
+    return record.keep(out, decoding.run_busy(seconds, record.say))
 
 
 @app.command("training")
+@reporting
 def bench_training(
     recipe: Annotated[Path, Argument(help="A recipe (.toml), for its model and batch.")],
     mixers: Annotated[str, Option(help="Names separated by commas.")] = "trellis,transformer",
@@ -110,30 +114,31 @@ def bench_training(
     rounds: Rounds = 5,
     threads: Threads = 0,
     out: Out = None,
-) -> None:
+) -> Any:
     """Training steps of a recipe's model with several mixers, and where their time goes."""
     from ..bench import model
     from ..training.recipe import load_recipe
 
     record = Record("bench-training")
     model.run_training(load_recipe(recipe), names(mixers), vocab_size, rounds, record.say)
-    record.keep(out)
+    return record.keep(out)
 
 
 @app.command("stream")
+@reporting
 def bench_stream(
     tokens: Annotated[int, Option(help="Tokens to read.", min=1)] = 1_000_000,
     points: Annotated[int, Option(help="Rows of the table.", min=1)] = 20,
     figure: Annotated[Path | None, Option(help="A PNG file to draw.")] = None,
     threads: Threads = 2,
     out: Out = None,
-) -> None:
+) -> Any:
     """A small model reads a million tokens: the size of its cache and of the process stay flat."""
     from ..bench import model
 
     record = Record("bench-stream")
     model.run_stream(tokens, points, figure, record.say)
-    record.keep(out)
+    return record.keep(out)
 
 
 class Record:
@@ -147,15 +152,16 @@ class Record:
         self.printed += line.splitlines()
         typer.echo(line)
 
-    def keep(self, folder: Path | None, result: Any = None, draw: Any = None) -> None:
-        """Write the record into the folder, and the figure that `draw(result, path)` draws."""
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
+    def keep(self, folder: Path | None, result: Any = None, draw: Any = None) -> dict[str, Any]:
+        """The record. Writes it into the folder, and the figure that `draw(result, path)` draws."""
         command = ["trellis", *sys.argv[1:]]
         record = {"command": command, "machine": machine.describe(), "printed": self.printed,
                   "result": result}  # fmt: skip
+        if folder is None:
+            return record
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"{self.name}.json", record)
         if draw is not None:
             draw(result, folder / f"{self.name}.png")
         typer.echo(f"\nwritten to {folder}")
+        return record

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from .options import reporting
+
 if TYPE_CHECKING:
     from ..data import Progress
     from ..data.documents import Skip
+    from ..data.shards import Corpus
 
 app = typer.Typer(no_args_is_help=True, help="Turn text into token shards.")
 
@@ -38,6 +41,7 @@ _NAMED = 5
 
 
 @app.command()
+@reporting
 def prepare(
     sources: Sources,
     out: Annotated[Path, Option(help="The folder to write, which must not exist yet.")],
@@ -49,7 +53,7 @@ def prepare(
     text_field: TextField = "text",
     shard_tokens: Annotated[int, Option(help="The most tokens in a shard.")] = 1 << 27,
     max_documents: Annotated[int | None, Option(help="Stop after this many documents.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Turn text into a corpus of token shards.
 
     If it is interrupted, the same command goes on where it stopped.
@@ -92,15 +96,17 @@ def prepare(
         f"memory at most {peak_bytes() / 1e6:.0f} MB"
     )
     _say(f"written to {out}")
+    return _facts(corpus)
 
 
 @app.command("tokenizer")
+@reporting
 def train_a_tokenizer(
     sources: Sources,
     out: Annotated[Path, Option(help="A folder for tokenizer.json, or a path that ends in .json.")],
     vocab_size: Annotated[int, Option(help="The most tokens in the vocabulary.")] = 32768,
     text_field: TextField = "text",
-) -> None:
+) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on text."""
     from ..data import Progress, train_tokenizer
 
@@ -116,9 +122,11 @@ def train_a_tokenizer(
     if result.vocab_size < vocab_size:
         _say(f"the text gave {result.vocab_size:,} tokens, not {vocab_size:,}: it is short")
     _say(f"written to {out}: {result.vocab_size:,} tokens, sha256 {result.sha256}")
+    return {"path": out, "tokens": result.vocab_size, "sha256": result.sha256}
 
 
 @app.command()
+@reporting
 def needles(
     out: Annotated[Path, Option(help="The .jsonl file to write.")],
     variants: Annotated[
@@ -135,7 +143,7 @@ def needles(
     tokenizer: TokenizerName = "bytes",
     seed: Annotated[int, Option(help="Seeds the random choices.")] = 0,
     force: Annotated[bool, Option(help="Replace the file if it exists.")] = False,
-) -> None:
+) -> dict[str, Any]:
     """Write training text for `trellis eval niah`: needles in haystacks, with their answers.
 
     The test never uses the keys and values of this text.
@@ -150,10 +158,12 @@ def needles(
             tokenizer=tokenizer, seed=seed, force=force, progress=lambda: bar.advance(task),
         )  # fmt: skip
     _say(f"{items:,} documents, {size / 1e6:,.1f} MB written to {out}")
+    return {"path": out, "documents": items, "bytes": size}
 
 
 @app.command()
-def verify(corpus: CorpusFolder) -> None:
+@reporting
+def verify(corpus: CorpusFolder) -> dict[str, Any]:
     """Read a corpus again and compare every file with its recorded hash."""
     from ..data import open_corpus
 
@@ -166,10 +176,12 @@ def verify(corpus: CorpusFolder) -> None:
         )
     count = len(opened.files())
     _say(f"{corpus} is intact: {count} files, fingerprint {opened.fingerprint}")
+    return _facts(opened)
 
 
 @app.command()
-def info(corpus: CorpusFolder) -> None:
+@reporting
+def info(corpus: CorpusFolder) -> dict[str, Any]:
     """Show what a corpus is made of."""
     from ..data import open_corpus
     from ..data.sources import kinds
@@ -201,6 +213,11 @@ def info(corpus: CorpusFolder) -> None:
         _say(f"ignored: {kinds(Counter(manifest['ignored']))}")
     _say(f"written by trellis {manifest['library_version']}")
     _say(f"fingerprint: {opened.fingerprint}")
+    return _facts(opened)
+
+
+def _facts(corpus: Corpus) -> dict[str, Any]:
+    return {"path": corpus.path, "fingerprint": corpus.fingerprint, "manifest": corpus.manifest}
 
 
 def _say(line: str, err: bool = False) -> None:

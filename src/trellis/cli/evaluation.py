@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from .options import Threads, names, numbers, print_table
+from .options import Device, Threads, names, numbers, print_table, reporting
 
 if TYPE_CHECKING:
     from ..evaluation.models import EvaluatedModel
@@ -32,24 +32,11 @@ DocumentBytes = Annotated[
 ]
 
 
-def _check_device(device: str) -> str:
-    """Raises ValueError at a device that this torch does not have."""
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
-    return device
-
-
-Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.", callback=_check_device)]
-
 OUT = Path("runs/eval")
 
 
 @app.command()
+@reporting
 def inspect(
     model: Annotated[str, Argument(help="A run or an exported folder of ours.")],
     text: Annotated[str | None, Argument(help="The text that the model reads.")] = None,
@@ -66,7 +53,7 @@ def inspect(
     out: Out = OUT,
     threads: Threads = 0,
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """What the memory does while it reads: a picture, arrays and a table."""
     from ..evaluation import inspection
 
@@ -80,13 +67,14 @@ def inspect(
     assert text is not None
     (opened,) = _opened([model], device)
     source = "the command line" if file is None else str(file)
-    show(inspection.run(
+    return show(inspection.run(
         opened, text, out, source=source, tokens=tokens, layer=layer, head=head, probes=probes,
         rank_every=rank_every,
     ))  # fmt: skip
 
 
 @app.command()
+@reporting
 def mqar(
     mixers: Annotated[str, Option(help="Names separated by commas, or all.")] = "all",
     preset: Annotated[
@@ -121,7 +109,7 @@ def mqar(
     threads: Threads = 0,
     seed: Annotated[str, Option(help="Seeds of examples and weights, separated by commas.")] = "0",
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """Multi-query associative recall: trains small models of every mixer and tests them.
 
     All models of a width have equally many parameters, where the mixer leaves room for an MLP.
@@ -149,7 +137,7 @@ def mqar(
     )  # fmt: skip
     say = partial(typer.echo, err=True)
     seeds = numbers("seed", seed, least=0)
-    show(task.run(chosen, changed, out, seeds=seeds, device=device, say=say))
+    return show(task.run(chosen, changed, out, seeds=seeds, device=device, say=say))
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -162,6 +150,7 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 @app.command()
+@reporting
 def niah(
     models: Models,
     haystack: Annotated[
@@ -184,7 +173,7 @@ def niah(
     out: Out = OUT,
     threads: Threads = 0,
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """Needles in a haystack (RULER's S-NIAH): accuracy by length and depth."""
     from ..evaluation import niah as task
 
@@ -192,13 +181,15 @@ def niah(
     if depths != "random":
         places = numbers("depths", depths, least=0, most=100, instead="random")
     tokens = numbers("lengths", lengths)
-    show(task.run(
-        _opened(models, device, max(tokens)), haystack or ["stdlib"], names(variants),
+    left_out: list[str] = []
+    return show(task.run(
+        _opened(models, device, max(tokens), left_out), haystack or ["stdlib"], names(variants),
         tokens, out, items=items, depths=places, limit=limit, seed=seed, batch_tokens=batch_tokens,
-    ))  # fmt: skip
+    ), left_out)  # fmt: skip
 
 
 @app.command()
+@reporting
 def ppl(
     models: Models,
     data: Annotated[
@@ -214,18 +205,20 @@ def ppl(
     out: Out = OUT,
     threads: Threads = 0,
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """Perplexity by context length, and by position in the context. --limit counts documents."""
     from ..evaluation import ppl as task
 
     lengths = numbers("contexts", contexts)
-    show(task.run(
-        _opened(models, device, max(lengths)), data, lengths, out,
+    left_out: list[str] = []
+    return show(task.run(
+        _opened(models, device, max(lengths), left_out), data, lengths, out,
         stride=stride, document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens,
-    ))  # fmt: skip
+    ), left_out)  # fmt: skip
 
 
 @app.command()
+@reporting
 def reasoning(
     models: Models,
     data: Annotated[
@@ -242,20 +235,22 @@ def reasoning(
     out: Out = OUT,
     threads: Threads = 0,
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """Common-sense tasks through lm-eval: accuracies and their average."""
     from ..evaluation import reasoning as task
 
-    show(task.run(
-        _opened(models, device), out, data=data,
+    left_out: list[str] = []
+    return show(task.run(
+        _opened(models, device, left_out=left_out), out, data=data,
         tasks=None if tasks is None else names(tasks), limit=limit, batch_tokens=batch_tokens,
-    ))  # fmt: skip
+    ), left_out)  # fmt: skip
 
 
 _FORMS = ".jsonl, .json or .parquet, or hub:NAME"
 
 
 @app.command()
+@reporting
 def recall(
     models: Models,
     squad: Annotated[
@@ -271,19 +266,21 @@ def recall(
     out: Out = OUT,
     threads: Threads = 0,
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """Recall of an answer from its text: SQuAD completion, SWDE and FDA, in per cent."""
     from ..evaluation import recall as task
 
     given = {"squad": squad, "swde": swde, "fda": fda}
-    show(task.run(
-        _opened(models, device),
+    left_out: list[str] = []
+    return show(task.run(
+        _opened(models, device, left_out=left_out),
         {name: source for name, source in given.items() if source is not None},
         out, context_tokens=context_tokens, limit=limit, batch_tokens=batch_tokens,
-    ))  # fmt: skip
+    ), left_out)  # fmt: skip
 
 
 @app.command()
+@reporting
 def scaling(
     runs: Annotated[list[Path], Argument(help="Folders of `trellis train`.", metavar="RUN...")],
     data: Annotated[
@@ -302,24 +299,29 @@ def scaling(
     out: Out = OUT,
     threads: Threads = 0,
     device: Device = "cpu",
-) -> None:
+) -> Any:
     """Perplexity over training FLOPs: the validations that runs recorded, or of --data."""
     from ..evaluation import scaling as task
 
-    show(task.run(
+    return show(task.run(
         runs, out, data=data or [], context=context, bits_per_byte=bits_per_byte,
         document_bytes=document_bytes, limit=limit, batch_tokens=batch_tokens, device=device,
     ))  # fmt: skip
 
 
-def _opened(models: list[str], device: str, context: int = 0) -> Iterator[EvaluatedModel]:
+def _opened(
+    models: list[str], device: str, context: int = 0, left_out: list[str] | None = None
+) -> Iterator[EvaluatedModel]:
     from ..evaluation.models import open_models
 
-    return open_models(models, device, context)
+    return open_models(models, device, context, left_out)
 
 
-def show(report: Report) -> None:
-    """Prints the tables and lines of a report, and the files that were written."""
+def show(report: Report, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Prints the tables and lines of a report, and the files that were written.
+
+    Returns the result of the command. left_out: why some models were not measured.
+    """
     for part in report.shown:
         if isinstance(part, str):
             typer.echo(part)
@@ -327,3 +329,4 @@ def show(report: Report) -> None:
             print_table(part.heads, part.rows, part.title)
     for path in report.files:
         typer.echo(f"written to {path}")
+    return {"found": report.found, "files": report.files, "left_out": left_out}

@@ -1,10 +1,15 @@
-"""What several commands share: options, lists in options, and tables."""
+"""What several commands share: options, lists in options, results and tables."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import json
+import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -17,10 +22,67 @@ def _set_threads(threads: int) -> int:
     return threads
 
 
+#: Whether this is the only process, or the first of those that torchrun started.
+FIRST = os.environ.get("RANK", "0") == "0"
 #: Parsing the option sets the threads: no command needs its value.
 Threads = Annotated[
     int, Option(help="Threads; 0 leaves torch's number.", min=0, callback=_set_threads)
 ]
+
+
+def _check_device(device: str) -> str:
+    """Raises ValueError at a device that this torch does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be one that torch has; got {device!r}: {reason}") from None
+    return device
+
+
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.", callback=_check_device)]
+_JSON = Annotated[
+    bool, Option("--json", help="Print the result as JSON, and all else to the standard error.")
+]
+_QUIET = Annotated[bool, Option("--quiet", help="Print errors only, and JSON if asked for.")]
+
+
+def reporting(command: Callable[..., Any], prints_result: bool = False) -> Callable[..., None]:
+    """A command that returns its result, with the options --json and --quiet.
+
+    prints_result: what the command prints is itself the result, which --quiet leaves.
+    Where the result has a list `left_out`, of what could not be done, the command ends with these
+    lines as an error, after what could be done is printed.
+    """
+
+    @functools.wraps(command)
+    def run(*arguments: Any, as_json: bool, quiet: bool, **given: Any) -> None:
+        out = sys.stdout
+        with contextlib.ExitStack() as stack:
+            if quiet:
+                nothing = stack.enter_context(open(os.devnull, "w", errors="replace"))
+                stack.enter_context(contextlib.redirect_stderr(nothing))
+            if as_json or (quiet and not prints_result):
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            result = command(*arguments, **given)
+        if as_json and FIRST:
+            out.write(json.dumps(result, indent=1, default=str) + "\n")
+        if isinstance(result, dict) and result.get("left_out"):
+            sys.exit("\n".join(f"trellis: {line}" for line in result["left_out"]))
+
+    inner = inspect.signature(command, eval_str=True)
+    more = {"as_json": _JSON, "quiet": _QUIET}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in more.items()
+    ]
+    run.__signature__ = inner.replace(  # type: ignore[attr-defined]
+        parameters=[*inner.parameters.values(), *added], return_annotation=None
+    )
+    run.__annotations__ = {**command.__annotations__, **more, "return": None}
+    return run
 
 
 def numbers(

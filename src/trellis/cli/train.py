@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -18,6 +19,8 @@ Settings = Annotated[
     list[str] | None,
     Option("--set", help="A value in place of the recipe's, such as train.steps=100."),
 ]
+#: Characters of a prompt that takes seconds to read.
+LONG_PROMPT = 20_000
 Step = Annotated[int | None, Option(help="The checkpoint of this step; default: newest.")]
 
 
@@ -41,8 +44,14 @@ def train(
     ] = None,
     settings: Settings = None,
     resume: Annotated[bool, Option(help="Go on from the newest checkpoint.")] = False,
-) -> None:
+    dry_run: Annotated[
+        bool,
+        Option("--dry-run", help="Measure a few steps and say what the run takes."),
+    ] = False,
+) -> dict[str, Any]:
     """Train a model by a recipe; under torchrun, on several processes."""
+    from ..machine import gib
+    from ..training.metrics import clock, read_metrics
     from ..training.recipe import load_recipe, override
     from ..training.run import recipe_of
     from ..training.run import train as train_run
@@ -60,7 +69,24 @@ def train(
         chosen = load_recipe(recipe, settings or ())
         run = out or Path("runs") / recipe.stem
     with _exit_codes():
-        train_run(chosen, run, resume)
+        found = train_run(chosen, run, resume, dry_run)
+    if found is None:
+        # The last records: of training and, if there was one, of validation.
+        return {"run": run, **{k: v for last in read_metrics(run)[-2:] for k, v in last.items()}}
+    if options.FIRST:
+        context = chosen.data.context
+        typer.echo(
+            f"parameters  {found['parameters']:,}\n"
+            f"state       {found['state_bytes']:,} bytes of a sequence after {context:,} tokens\n"
+            f"memory      {gib(found['memory_bytes'])} in these steps, of "
+            f"{gib(found['available_bytes'])}\n"
+            f"tokens      {found['tokens']:,} in {found['steps']:,} steps of {chosen.rows:,} x "
+            f"{context:,}, {found['epochs']:.2f} epochs of the text\n"
+            f"time        {clock(found['seconds'])} at {found['tokens_per_second']:,.0f} tokens/s, "
+            "by a few measured steps of one micro-batch each\n"
+            "nothing was written"
+        )
+    return found
 
 
 def compare(
@@ -75,7 +101,7 @@ def compare(
     workers: Annotated[
         int, Option(help="Runs at the same time, which share the cores.", min=1)
     ] = 1,
-) -> None:
+) -> dict[str, Any]:
     """Train variants of a model by one recipe, with equal parameters on the same tokens.
 
     The recipe's section [compare] names the variants, learning rates, seeds and contexts; without
@@ -88,7 +114,7 @@ def compare(
     if mixers:
         chosen = chosen.only(options.names(mixers))
     with _exit_codes():
-        compare_runs(chosen, out or Path("runs") / recipe.stem, typer.echo, workers)
+        return compare_runs(chosen, out or Path("runs") / recipe.stem, typer.echo, workers)
 
 
 def generate(
@@ -109,7 +135,15 @@ def generate(
             max=1,
         ),
     ] = 0.95,
+    top_k: Annotated[
+        int | None, Option(help="Draw only from the N likeliest tokens.", min=1)
+    ] = None,
     seed: Annotated[int, Option(help="Another number draws other tokens.")] = 0,
+    samples: Annotated[int, Option(help="Texts, each of its own seed.", min=1)] = 1,
+    interactive: Annotated[
+        bool, Option("--interactive", help="Go on after each line you type, until an empty one.")
+    ] = False,
+    echo: Annotated[bool, Option(help="Print the prompt before the text.")] = True,
     state_in: Annotated[
         Path | None, Option(help="Go on from a state that --state-out saved.")
     ] = None,
@@ -117,8 +151,10 @@ def generate(
         Path | None, Option(help="A file to save the state to afterwards.")
     ] = None,
     step: Step = None,
-) -> None:
+    device: options.Device = "cpu",
+) -> dict[str, Any]:
     """Stream text from a trained model."""
+    from ..evaluation.runner import progress
     from ..models.cache import TrellisCache
     from ..models.sampling import generate as new_text
     from ..training.run import load_run
@@ -136,30 +172,60 @@ def generate(
             raise ValueError(f"--prompt-file {prompt_file} is not UTF-8: {error}") from error
     if state_out is not None and (state_out.is_dir() or not state_out.parent.is_dir()):
         raise ValueError(f"--state-out must be a file in a folder that exists; got {state_out}")
-    model, tokenizer = load_run(run, step)
+    if samples > 1 and (interactive or state_out is not None):
+        raise ValueError(f"--samples must be 1 with --interactive or --state-out; got {samples}")
+    model, tokenizer = load_run(run, step, device)
     cache = model.init_cache(1) if state_in is None else TrellisCache.load(state_in, model)
-    text = new_text(
-        model, tokenizer, prompt, cache,
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
-    )  # fmt: skip
-    if state_in is None:
-        typer.echo(prompt, nl=False)
-    for part in text:
-        typer.echo(part, nl=False)
-        sys.stdout.flush()
-    typer.echo()
+    before = cache.seen
+    draw = partial(new_text, model, tokenizer, temperature=temperature, top_p=top_p, top_k=top_k)
+    if prompt or not interactive:
+        # Where reading takes seconds, a bar shows it.
+        total = len(tokenizer.encode(prompt)) if len(prompt) > LONG_PROMPT else None
+        with progress("reading the prompt", total) as advance:
+            list(draw(prompt, cache, seed=seed, max_tokens=0, progress=advance))
+    texts = []
+    for number in range(samples if max_tokens and not interactive else 0):
+        if samples > 1:
+            typer.echo(f"--- {number + 1} of {samples}")
+        own = cache.clone() if samples > 1 else cache
+        parts = draw("", own, seed=seed + number, max_tokens=max_tokens)
+        texts.append(_shown(prompt if echo else "", parts))
+    while interactive and (line := _typed()):
+        parts = draw(line, cache, seed=seed + len(texts), max_tokens=max_tokens)
+        texts.append(_shown("", parts))
+    if not max_tokens:
+        typer.echo(f"read {cache.seen - before:,} tokens")
     if state_out is not None:
         cache.save(state_out)
         typer.echo(
             f"state after {cache.seen:,} tokens, {cache.nbytes:,} bytes: {state_out}", err=True
         )
+    return {"prompt": prompt, "texts": texts, "tokens": cache.seen, "state": state_out}
+
+
+def _shown(prompt: str, parts: Iterable[str]) -> str:
+    """Prints a prompt and the text after it as it comes; returns the text."""
+    typer.echo(prompt, nl=False)
+    text = []
+    for part in parts:
+        text.append(part)
+        typer.echo(part, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+    return "".join(text)
+
+
+def _typed() -> str:
+    """The next line that is typed; empty at the end of the input."""
+    typer.echo("> ", nl=False, err=True)
+    return sys.stdin.readline().rstrip("\n")
 
 
 def export(
     run: Run,
     out: Annotated[Path, Option(help="The folder to write.")],
     step: Step = None,
-) -> None:
+) -> dict[str, Any]:
     """Write a checkpoint for transformers' from_pretrained."""
     from ..training.run import export as export_run
 
@@ -167,17 +233,19 @@ def export(
     typer.echo(
         f'AutoModelForCausalLM.from_pretrained("{out}") loads it, after import trellis.models'
     )
+    return {"path": out}
 
 
 def plot(
     runs: Annotated[list[Path], Argument(help="Runs' folders.")],
     out: Annotated[Path, Option(help="The PNG file.")] = Path("loss.png"),
-) -> None:
+) -> dict[str, Any]:
     """Draw the loss curves of runs."""
     from ..evaluation.comparison import draw_losses
 
     draw_losses(runs, out)
     typer.echo(f"written to {out}")
+    return {"path": out}
 
 
 def models(
@@ -186,14 +254,16 @@ def models(
     contexts: Annotated[
         str, Option(help="Contexts to count operations at, separated by commas.")
     ] = "2048,32768",
-) -> None:
+) -> dict[str, Any]:
     """Print parameters, state and operations of every mixer at the paper's sizes."""
     from ..mixers import MIXERS
     from ..models.presets import PRESETS, describe
 
     lengths = options.numbers("contexts", contexts)
+    found: dict[str, Any] = {}
     for name in names or PRESETS:
         rows = {mixer: describe(name, mixer, lengths, vocab_size=vocab_size) for mixer in MIXERS}
+        found[name] = {mixer: row._asdict() for mixer, row in rows.items()}
         shape = next(iter(rows.values()))
         heads = ["mixer", "MLP", "parameters", "without embeddings", "state per sequence",
                  *(f"GFLOP/token at {length}" for length in lengths)]  # fmt: skip
@@ -210,3 +280,4 @@ def models(
     typer.echo(
         "Operations of reading a token, on average over the context; a multiply-add counts as two."
     )
+    return {"contexts": lengths, "sizes": found}

@@ -7,6 +7,7 @@ Files are looked at before weights are loaded, so that an error names the model 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -151,21 +152,42 @@ class EvaluatedModel:
         return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
 
 
+class Unreachable(OSError):
+    """A model is not on this machine, and the hub does not answer."""
+
+
 def open_models(
-    models: Sequence[str], device: str = "cpu", context: int = 0
+    models: Sequence[str],
+    device: str = "cpu",
+    context: int = 0,
+    left_out: list[str] | None = None,
 ) -> Iterator[EvaluatedModel]:
     """Opens one model after the other, so that one at a time is in memory.
 
     The files of all models are checked before the first is loaded. Raises ValueError, too, if a
     model cannot read `context` tokens.
+
+    left_out: takes a line about each model that the hub would have to send while it does not
+        answer, and the others are opened; without the list, or another model, that is an error.
     """
+    found = dict(zip(models, names_of(models)))
+    unreachable = []
     for model in models:
-        limit = look_up(model)
+        try:
+            limit = look_up(model)
+        except Unreachable as error:
+            unreachable.append(str(error))
+            del found[model]
+            if left_out is None or not found:
+                raise
+            continue
         if limit is not None and context > limit:
             raise ValueError(
                 f"{model} reads at most {limit:,} tokens, but {context:,} are asked for"
             )
-    for model, name in zip(models, names_of(models)):
+    if left_out is not None:
+        left_out += unreachable
+    for model, name in found.items():
         yield open_model(model, device, name=name)
 
 
@@ -188,7 +210,9 @@ def open_model(
             from transformers import AutoModelForCausalLM
 
             tokenizer, bos = _tokenizer_of(model)
-            network = AutoModelForCausalLM.from_pretrained(model).to(device)
+            here = path.exists() or not _hub_answers()
+            loaded = AutoModelForCausalLM.from_pretrained(model, local_files_only=here)
+            network = loaded.to(device)
         else:
             if kind == "run":
                 about["recipe"] = recipe_of(path).as_dict()
@@ -238,9 +262,15 @@ def look_up(model: str) -> int | None:
             return None
         from transformers import AutoConfig
 
+        here = path.exists() or not _hub_answers()
         try:
-            config = AutoConfig.from_pretrained(model)
+            config = AutoConfig.from_pretrained(model, local_files_only=here)
         except OSError as error:
+            if here and not path.exists():
+                raise Unreachable(
+                    f"{model} was not measured: it is not on this machine, and the hub does not "
+                    "answer"
+                ) from error
             raise FileNotFoundError(f"there is no model {model}: {error}") from error
         tokenizer, _ = _tokenizer_of(model)
         known = getattr(config, "vocab_size", None) or tokenizer.vocab_size
@@ -269,10 +299,22 @@ def _naming(model: str) -> Iterator[None]:
     """Turns errors of libraries that read a model's files into errors that name the model."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, Unreachable):
         raise
     except _UNREADABLE as error:
         raise ValueError(f"the model {model} cannot be loaded: {error}") from error
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the Hugging Face hub can be reached: asked once, since libraries ask many times."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of whichever library the hub's package is made with
+        return False
+    return True
 
 
 def _kind_of(path: Path) -> str:
@@ -296,7 +338,8 @@ def _tokenizer_of(name: str) -> tuple[TextTokenizer, int | None]:
     if path.exists() and not any((path / file).is_file() for file in _TOKENIZERS):
         raise FileNotFoundError(f"{path} has no tokenizer: no tokenizer.json")
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
+        here = path.exists() or not _hub_answers()
+        loaded = AutoTokenizer.from_pretrained(name, local_files_only=here)
     except OSError as error:
         raise FileNotFoundError(f"there is no tokenizer of {name}: {error}") from error
     if not getattr(loaded, "backend_tokenizer", None):

@@ -238,6 +238,7 @@ def _draw(found: list[list[Record]], path: Path) -> None:
             rows = longest["result"]["by_position"]
             name = longest["model"]["name"]
             axis.plot([r["to"] for r in rows], [r["loss"] for r in rows], "o-", label=name)
-        axis.set(xscale="log", xlabel="tokens of context, up to", ylabel="loss, nats per token")
+        figures.count_tokens(axis)
+        axis.set(xlabel="tokens of context, up to", ylabel="loss, nats per token")
         axis.grid(alpha=0.3)
         axis.legend()

@@ -53,8 +53,22 @@ def preset(name: str, mixer: str | list[str] = "trellis", **overrides: Any) -> T
 
 
 def count_parameters(config: TrellisConfig) -> int:
-    """The number of parameters of a language model, tied weights counted once."""
-    return sum(parameter.numel() for parameter in weightless(config).parameters())
+    """The number of parameters of a language model, tied weights counted once.
+
+    One layer of each kind is made, however many there are.
+    """
+    pattern = 1 if isinstance(config.mixer, str) else len(config.mixer)
+    short = copy.deepcopy(config)
+    short.num_hidden_layers = min(config.num_hidden_layers, pattern)
+    model = weightless(short)
+    total = _numbers(model)
+    blocks = [_numbers(block) for block in model.model.layers]
+    repeats, rest = divmod(config.num_hidden_layers, len(blocks))
+    return total + (repeats - 1) * sum(blocks) + sum(blocks[:rest])
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class Description(NamedTuple):

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import signal
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,10 @@ from ..data.batches import Batch, Batches
 from ..data.shards import Corpus
 from ..mixers import Mixer
 from ..models.modeling import TrellisForCausalLM
-from ..models.presets import training_flops
+from ..models.presets import state_bytes, training_flops
 from . import checkpoint as checkpoints
 from .distributed import Processes, reduce_gradients, reshard, spread, synchronised, whole
+from .estimate import memory_of
 from .metrics import Metrics, ProgressLine, perplexity_text, validate
 from .optimization import build_optimizer, context_at, diagnose, learning_rate, not_finite_outputs
 from .recipe import Recipe
@@ -118,8 +120,8 @@ class Trainer:
         recipe, group = self.recipe, self.group
         line = ProgressLine(recipe.steps)
         say = line.say if group.first else (lambda text: None)
-        self._introduce(say)
         peak = self._peak()
+        self._introduce(say, peak)
         metrics = None
         with _stop_signals() as stopping:
             try:
@@ -168,9 +170,36 @@ class Trainer:
             )
         skipped = f"; {self.bad_steps} of {self.step} steps were skipped" if self.bad_steps else ""
         say(f"finished: {self.run_folder}{skipped}")
+        say(f'next: trellis generate {self.run_folder} --prompt "...", or trellis eval --help')
         return None
 
-    def _introduce(self, say: Any) -> None:
+    def dry_run(self, steps: int = 3) -> dict[str, Any]:
+        """What the run will take, by a few measured steps with one micro-batch each.
+
+        Nothing is written. The weights change: the trainer must not run afterwards.
+        """
+        recipe, parts = self.recipe, len(self.micro)
+        self.micro, self.relayed = self.micro[:1], self.relayed[:1]
+        times = []
+        for _ in range(1 + steps):  # the first one is slower
+            start = time.perf_counter()
+            self._train_step([])
+            times.append(time.perf_counter() - start)
+        seconds = parts * statistics.median(times[1:])
+        tokens = recipe.rows * recipe.data.context
+        return {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "state_bytes": state_bytes(self.model.config, recipe.data.context),
+            "memory_bytes": self._memory(),
+            "available_bytes": memory_of(self.group.device),
+            "steps": recipe.steps,
+            "tokens": recipe.steps * tokens,
+            "epochs": recipe.steps / self.batches.steps_per_epoch,
+            "seconds": (recipe.steps - self.step) * seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def _introduce(self, say: Any, peak: float) -> None:
         recipe = self.recipe
         count = sum(p.numel() for p in self.model.parameters())
         if self.validation is None:
@@ -179,6 +208,11 @@ class Trainer:
             f"{recipe.model.mixer}: {count:,} parameters; {self.corpus.train.tokens:,} tokens of "
             f"text; {recipe.steps} steps of {recipe.rows} x {recipe.data.context} tokens "
             f"({recipe.steps / self.batches.steps_per_epoch:.2f} epochs)"
+        )
+        whose = "allocated on the GPU" if self.group.device.type == "cuda" else "of this process"
+        say(
+            f"below, % of peak is of {peak / 1e9:,.0f} GFLOP/s, the speed of large matrix products "
+            f"here; GiB is the memory {whose}"
         )
         if self.step:
             say(f"resumed after step {self.step}")
@@ -289,10 +323,6 @@ class Trainer:
         self.interval_loss, self.interval_steps = 0.0, 0
         rate = tokens / seconds
         left = (self.recipe.steps - self.step) * self.recipe.rows * self.recipe.data.context
-        if self.group.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated()
-        else:
-            memory = machine.resident_bytes()
         return {
             "step": self.step,
             "tokens": self.step * self.recipe.rows * self.recipe.data.context,
@@ -305,10 +335,16 @@ class Trainer:
                 "time": time.time(),
                 "tokens_per_second": rate,
                 "utilisation": self._flops_per_token * rate / peak,
-                "memory_bytes": memory,
+                "memory_bytes": self._memory(),
                 "seconds_left": left / rate,
             },
         }
+
+    def _memory(self) -> int:
+        """Bytes that the run holds: of a GPU the most so far, else of this process now."""
+        if self.group.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return machine.resident_bytes()
 
     def _validate(self, metrics: Metrics | None, say: Any) -> None:
         if self.validation is None:

@@ -35,6 +35,11 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 
+#: Keys of [model] that say how large the model is.
+SIZES = ("preset", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+         "mixer_config")  # fmt: skip
+
+
 @dataclass
 class ModelSection:
     """[model]: the model.
@@ -69,10 +74,17 @@ class ModelSection:
                     raise ValueError(f"model.{name} must be given if there is no model.preset")
         checks.at_least("model.norm_eps", self.norm_eps, 0, whole=False)
         checks.at_least("model.initializer_range", self.initializer_range, 0, whole=False)
-        config = self.config(vocab_size=256)
-        with torch.device("meta"):  # raises if a mixer cannot have this width
-            for name, fields in config.layer_mixers()[: len(MIXERS)]:
-                build_mixer(name, config.hidden_size, config.num_attention_heads, **fields)
+        try:
+            config = self.config(vocab_size=256)
+            config.num_hidden_layers = min(config.num_hidden_layers, len(MIXERS))
+            with torch.device("meta"):  # raises if a mixer cannot have this width
+                for name, fields in config.layer_mixers():
+                    build_mixer(name, config.hidden_size, config.num_attention_heads, **fields)
+        except (RuntimeError, TypeError, OverflowError) as error:  # of torch, at sizes above 2^63
+            sizes = {key: getattr(self, key) for key in SIZES if getattr(self, key) is not None}
+            listed = ", ".join(f"model.{key} = {value!r}" for key, value in sizes.items())
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"no model can be made with {listed}: {reason}") from error
 
     def config(self, vocab_size: int, **fields: Any) -> TrellisConfig:
         """The model's configuration for a vocabulary."""

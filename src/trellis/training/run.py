@@ -14,15 +14,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..data.shards import Corpus, TokenStream, open_corpus
 from ..data.tokenizer import TextTokenizer, load_tokenizer
-from ..files import locked, parse_json, write_json
+from ..files import locked, naming, parse_json, write_json
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .distributed import Processes, processes
+from .estimate import check_fits
 from .loop import Trainer
 from .metrics import check_tensorboard
 from .recipe import Recipe, from_dict
@@ -42,8 +45,13 @@ CHANGEABLE = (
 )  # fmt: skip
 
 
-def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
+def train(
+    recipe: Recipe, run: Path, resume: bool = False, dry_run: bool = False
+) -> dict[str, Any] | None:
     """Train a new run, or resume one. All inputs are checked before anything is written.
+
+    dry_run: a few steps are measured instead and nothing is written; returns what the whole run
+        would take, by `Trainer.dry_run`.
 
     Raises:
         ValueError, FileNotFoundError: the recipe, the text and the run do not fit together, or one
@@ -58,6 +66,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
             _check_unchanged(recipe, run)
         corpus = _open_data(recipe, "path", run if resume else None)
         validation = validation_part(recipe, corpus, run if resume else None)
+        check_fits(recipe, corpus.vocab_size, group)
         if recipe.log.tensorboard:
             check_tensorboard()
         resumed = None
@@ -65,11 +74,13 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
             # Keeps others out: two trainers would overwrite each other's files.
             group.on_first(lambda: stack.enter_context(locked(run)))
             resumed = _newest_checkpoint(recipe, run, corpus, group)
-        elif run.exists() and not _is_empty(run):
+        elif run.exists() and not _is_empty(run) and not dry_run:
             raise FileExistsError(
                 f"{run} exists already: give another --out, or --resume to go on with it"
             )
         trainer = Trainer(recipe, run, corpus, validation, group, resumed)
+        if dry_run:
+            return trainer.dry_run()
         group.barrier()
         group.on_first(lambda: _set_up(recipe, run, corpus))
         if not resume:
@@ -81,7 +92,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> Path:
         group.barrier()
         if stopped is not None:
             raise stopped
-    return run
+    return None
 
 
 def validation_part(
@@ -251,10 +262,15 @@ def export(run: Path, out: Path, step: int | None = None) -> None:
     model, tokenizer = load_run(run, step)
     end = tokenizer.end_of_document
     name = None if end is None else tokenizer.inner.id_to_token(end)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner, eos_token=name)
-    with _whole_folder(out) as folder:
-        model.save_pretrained(folder)
-        fast.save_pretrained(folder)
+    # Padding needs a token of the vocabulary; the attention mask keeps it from being read.
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner, eos_token=name, pad_token=name)
+    model.config.pad_token_id = model.generation_config.pad_token_id = end
+    try:
+        with _whole_folder(out) as folder, naming(out):
+            model.save_pretrained(folder)
+            fast.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"{out} cannot be written: {error}") from error
 
 
 @contextlib.contextmanager
