@@ -48,7 +48,7 @@ def at_least(
     if optional and value is None:
         return
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or value is None or not value >= least or math.isinf(value):
+    if not number or value is None or not least <= value < math.inf:
         kind = "whole number" if whole else "number"
         raise ValueError(f"{name} must be a {kind} of at least {least}; got {value!r}")
 

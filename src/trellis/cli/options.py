@@ -26,7 +26,7 @@ def _set_threads(threads: int) -> int:
 FIRST = os.environ.get("RANK", "0") == "0"
 #: Parsing the option sets the threads: no command needs its value.
 Threads = Annotated[
-    int, Option(help="Threads; 0 leaves torch's number.", min=0, callback=_set_threads)
+    int, Option(help="Threads; 0 leaves torch's number.", min=0, max=4096, callback=_set_threads)
 ]
 
 

@@ -442,7 +442,8 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
     elif origin is dict and isinstance(value, Mapping):
         return dict(value)
     elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # a whole number beyond the range of floats
+            return float(value)
     elif wanted is int and isinstance(value, float) and value.is_integer():
         return int(value)
     elif isinstance(value, bool):  # to Python, True is a whole number
