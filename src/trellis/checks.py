@@ -138,14 +138,15 @@ def sizes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
 
     sizes(q=(q, "B,T,H,K"), v=(v, "B,T,H,V")) gives {"B": 2, "T": 9, "H": 3, "K": 8, "V": 5}. A
     letter has the same size in every tensor; the first tensor that has it decides. A batch may have
-    no sequences (B = 0) or no tokens (T = 0); every other size is at least 1. A tensor of None, an
-    optional argument that was left out, is passed over.
+    no sequences (B = 0) or no tokens (T = 0); every other size is at least 1. "?" behind the
+    letters, as in "B,T,H?", stands for an optional argument, which may be None.
     """
     found: dict[str, int] = {}
-    floats(**present(**{name: tensor for name, (tensor, _) in given.items()}))
-    for name, (tensor, letters) in given.items():
-        if tensor is None:
-            continue
+    needed = {k: x for k, (x, letters) in given.items() if x is not None or letters[-1] != "?"}
+    floats(**needed)  # type: ignore[arg-type]
+    for name, tensor in needed.items():
+        assert tensor is not None
+        letters = given[name][1].removesuffix("?")
         dimensions(name, tensor, f"[{letters}]")
         for letter, size in zip(letters.split(","), tensor.shape):
             found.setdefault(letter, size)

@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -7,9 +8,10 @@ import torch.nn.functional as F
 from tests.support import evaluated_model, save_gpt2
 from typer.testing import CliRunner
 
-from trellis.cli import app
+from trellis import figures
+from trellis.cli import app, main
 from trellis.cli.evaluation import show
-from trellis.evaluation import ppl
+from trellis.evaluation import models, ppl
 from trellis.evaluation.models import open_model
 from trellis.evaluation.ppl import encode, perplexity, saw_more, windows
 from trellis.evaluation.scoring import token_losses
@@ -152,8 +154,36 @@ def test_the_command_line(tmp_path):
     assert "gpt2, context 64: 16 of 32 tokens are predicted from more than 16" in out.stdout
     assert "gpt2: 128 tokens of context are no more than 64" in out.stdout
     assert len(list((tmp_path / "ppl").glob("gpt2-*.json"))) == 3
+    picture = tmp_path / "ppl" / "by-position.png"
+    assert f"written to {picture}\n" in out.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = CliRunner().invoke(app, [*command, "--contexts", "16", "--json", "--quiet"])
+    found = json.loads(out.stdout)
+    assert [record["setting"]["context"] for record in found["found"]] == [16]
+    assert (found["files"], found["left_out"]) == ([str(picture)], [])
     out = CliRunner().invoke(app, [*command, "--contexts", "16,256"])
     assert "reads at most 128 tokens, but 256 are asked for" in str(out.exception)
+
+
+def test_the_models_that_can_be_measured_are_measured(tmp_path, monkeypatch):
+    gpt2 = str(save_gpt2(tmp_path / "mine", positions=128))
+    (tmp_path / "text").write_text(TEXTS[1])
+    monkeypatch.setattr(models, "_hub_answers", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["trellis", "eval", "ppl", gpt2, "nobody/model", "--data",
+                                      str(tmp_path / "text"), "--contexts", "16", "--out",
+                                      str(tmp_path)])  # fmt: skip
+    said = "trellis: nobody/model was not measured: it is not on this machine, and the hub does not"
+    with pytest.raises(SystemExit, match=said):
+        main()
+    assert len(list((tmp_path / "ppl").glob("mine-*.json"))) == 1
+
+
+def test_the_axis_counts_tokens(tmp_path):
+    with figures.figure(tmp_path / "x.png") as axis:
+        axis.plot([1, 2, 512, 2048], [4, 3, 2, 1])
+        figures.count_tokens(axis)
+        shown = axis.xaxis.get_major_formatter()
+        assert [shown(x) for x in (1, 512, 1024, 2048, 32768)] == ["1", "512", "1k", "2k", "32k"]
 
 
 def test_nothing_to_predict_is_an_error():

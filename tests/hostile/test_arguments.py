@@ -31,7 +31,9 @@ OPS = {
     linear_attention: dict(q="BTHK", k="BTHK", v="BTHV", log_decay="BTH"),
     delta_rule: dict(q="BTHK", k="BTHK", v="BTHV", beta="BTH", log_decay="BTH"),
     gated_slots: dict(q="BTHK", k="BTHK", v="BTHV", write="BTHM", log_decay="BTHM"),
-    ttt_linear: dict(q="BTHK", k="BTHK", v="BTHK", eta="BTH"),
+    ttt_linear: dict(
+        q="BTHK", k="BTHK", v="BTHK", eta="BTH", theta="V", norm_weight="HK", norm_bias="HK"
+    ),
     causal_convolution: dict(x="BTK", weight="KV"),
 }
 OPTIONS = {

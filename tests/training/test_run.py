@@ -360,7 +360,8 @@ def test_a_damaged_recipe_of_a_run_is_named(tmp_path, content):
     ("setting", "key"),
     [
         ("model.hidden_size=1000000", "model.hidden_size"),
-        ("model.hidden_size=1000000000", "model.hidden_size = 1000000000"),
+        ("model.hidden_size=1000000000", "model.hidden_size"),
+        ("model.hidden_size=10000000000000000", "hidden_size = 10000000000000000"),
         ("model.num_hidden_layers=100000000", "model.num_hidden_layers"),
         ("model.intermediate_size=100000000000", "model.intermediate_size"),
         ("train.rows=1000000000", "train.rows"),

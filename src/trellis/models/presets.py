@@ -113,9 +113,18 @@ def state_bytes(config: TrellisConfig, tokens: int) -> int:
 
 
 def weightless(config: TrellisConfig) -> TrellisForCausalLM:
-    """A model on the meta device: it has shapes, but takes no memory."""
-    with torch.device("meta"):
-        return TrellisForCausalLM(config)
+    """A model on the meta device: it has shapes, but takes no memory.
+
+    Raises ValueError if there can be no such model.
+    """
+    try:
+        with torch.device("meta"):
+            return TrellisForCausalLM(config)
+    except (RuntimeError, TypeError, OverflowError) as error:  # of torch, at sizes above 2^63
+        names = ("vocab_size", "hidden_size", "intermediate_size", "mixer_config")
+        given = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"no model can be made with {given}: {reason}") from error
 
 
 def match_parameters(config: TrellisConfig, reference: TrellisConfig) -> TrellisConfig:

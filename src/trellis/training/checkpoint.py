@@ -38,6 +38,7 @@ FORMAT = "trellis-checkpoint"
 VERSION = 1
 SHARDS = "shards"
 EXTRA = "extra.safetensors"
+CONFIG = "config.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LAYOUT = {
     "step": int, "updates": int, "bad_steps": int, "bad_in_a_row": int, "recipe": {}, "data": str,
@@ -58,7 +59,7 @@ class Checkpoint:
 
     def config(self) -> TrellisConfig:
         """The configuration of the model. Raises ValueError if its file is damaged."""
-        path = self.path / "config.json"
+        path = self.path / CONFIG
         try:
             return TrellisConfig.from_dict(parse_json(path.read_text()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -83,7 +84,9 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def open_checkpoint(run: Path, step: int | None = None, verify: bool = True) -> Checkpoint:
-    """The newest checkpoint of a run, or that of a step; `verify` compares every file's sha256.
+    """The newest checkpoint of a run, or that of a step.
+
+    verify: compares the sha256 of every file, not only that of the small config.json.
 
     Raises:
         FileNotFoundError: the run has no such checkpoint.
@@ -123,7 +126,7 @@ def open_checkpoint(run: Path, step: int | None = None, verify: bool = True) -> 
     for name, digest in files.items():
         if not (path / name).is_file():
             raise ValueError(f"{path / name} is missing; {advice}")
-        if verify and sha256_of(path / name) != digest:
+        if (verify or name == CONFIG) and sha256_of(path / name) != digest:
             raise ValueError(f"{path / name} was changed: its sha256 is not that noted; {advice}")
     return Checkpoint(path, content)
 
@@ -152,7 +155,7 @@ def save(
 
     def finish() -> None:
         write_whole(partial / EXTRA, to_safetensors({k: v.contiguous() for k, v in extra.items()}))
-        write_whole(partial / "config.json", _json(config))
+        write_whole(partial / CONFIG, _json(config))
         found = sorted(path for path in partial.rglob("*") if path.is_file())
         files = {path.relative_to(partial).as_posix(): sha256_of(path) for path in found}
         for name in files:

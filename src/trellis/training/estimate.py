@@ -7,8 +7,10 @@ import torch
 from .. import machine
 from ..models.presets import count_parameters
 from .distributed import Processes
-from .recipe import SIZES, Recipe
+from .recipe import Recipe
 
+#: Keys of [model] that say how large the model is.
+SIZES = ("preset", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 #: Bytes of a weight in fp32 with its gradient and AdamW's two moments.
 BYTES_OF_A_WEIGHT = 16
 #: Bytes of the place of a row in the text: a pair of Python objects.
@@ -26,7 +28,7 @@ def least_memory(recipe: Recipe, vocab_size: int, group: Processes) -> dict[str,
     shares = group.world if train.strategy == "fsdp" else 1
     tokens = recipe.data.context // train.sequence_parallel
     activations = 4 * tokens * config.num_hidden_layers * config.hidden_size
-    sizes = [f"model.{key}" for key in SIZES[:-1] if getattr(model, key) is not None]
+    sizes = [f"model.{key}" for key in SIZES if getattr(model, key) is not None]
     rows = "train.rows" if train.rows is not None else "train.batch_tokens"
     return {
         "weights, gradients and moments": (

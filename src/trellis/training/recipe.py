@@ -21,23 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import checks
 from ..data.batches import KINDS
-from ..mixers import MIXERS, build_mixer
 from ..models.config import TrellisConfig
-from ..models.presets import PRESETS, match_parameters, preset
+from ..models.presets import PRESETS, count_parameters, match_parameters, preset
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found]
-
-
-#: Keys of [model] that say how large the model is.
-SIZES = ("preset", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-         "mixer_config")  # fmt: skip
 
 
 @dataclass
@@ -74,17 +66,7 @@ class ModelSection:
                     raise ValueError(f"model.{name} must be given if there is no model.preset")
         checks.at_least("model.norm_eps", self.norm_eps, 0, whole=False)
         checks.at_least("model.initializer_range", self.initializer_range, 0, whole=False)
-        try:
-            config = self.config(vocab_size=256)
-            config.num_hidden_layers = min(config.num_hidden_layers, len(MIXERS))
-            with torch.device("meta"):  # raises if a mixer cannot have this width
-                for name, fields in config.layer_mixers():
-                    build_mixer(name, config.hidden_size, config.num_attention_heads, **fields)
-        except (RuntimeError, TypeError, OverflowError) as error:  # of torch, at sizes above 2^63
-            sizes = {key: getattr(self, key) for key in SIZES if getattr(self, key) is not None}
-            listed = ", ".join(f"model.{key} = {value!r}" for key, value in sizes.items())
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"no model can be made with {listed}: {reason}") from error
+        count_parameters(self.config(vocab_size=256))  # raises if there can be no such model
 
     def config(self, vocab_size: int, **fields: Any) -> TrellisConfig:
         """The model's configuration for a vocabulary."""

@@ -53,7 +53,7 @@ def delta_rule(
     """
     size = checks.sizes(
         q=(q, "B,T,H,K"), k=(k, "B,T,H,K"), v=(v, "B,T,H,V"), beta=(beta, "B,T,H"),
-        log_decay=(log_decay, "B,T,H"),
+        log_decay=(log_decay, "B,T,H?"),
     )  # fmt: skip
     dtype = checks.compute_dtype(q, k, v, beta, log_decay)
     count = checks.sequences(size["B"], cu_seqlens, q.device)

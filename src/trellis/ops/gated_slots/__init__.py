@@ -68,7 +68,7 @@ def gated_slots(
     """
     size = checks.sizes(
         q=(q, "B,T,H,K"), k=(k, "B,T,H,K"), v=(v, "B,T,H,V"), write=(write, "B,T,H,M"),
-        log_decay=(log_decay, "B,T,H,M"),
+        log_decay=(log_decay, "B,T,H,M?"),
     )  # fmt: skip
     count = checks.sequences(q.shape[0], cu_seqlens, q.device)
     dtype = checks.compute_dtype(q, k, v, write, log_decay)

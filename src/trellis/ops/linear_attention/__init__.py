@@ -60,7 +60,7 @@ def linear_attention(
     heads, (groups, key_dim) = v.shape[2], q.shape[2:]
     if heads % groups:
         raise ValueError(f"the groups of q must divide the heads of v, {heads}; got {groups}")
-    checks.sizes(v=(v, "B,T,H,V"), log_decay=(log_decay, "B,T,H"))
+    checks.sizes(v=(v, "B,T,H,V"), log_decay=(log_decay, "B,T,H?"))
     count = checks.sequences(q.shape[0], cu_seqlens, q.device)
     dtype = checks.compute_dtype(q, k, v, log_decay)
     memory = _start(initial_state, (count, heads, key_dim, v.shape[3]), normalize, dtype, v)

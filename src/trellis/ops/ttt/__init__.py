@@ -74,7 +74,7 @@ def ttt_linear(
         raise ValueError(f"theta must have shape [b] or [H,b] with b >= 1; got {list(theta.shape)}")
     checks.sizes(
         q=(q, "B,T,H,D"), k=(k, "B,T,H,D"), v=(v, "B,T,H,D"), eta=(eta, "B,T,H"),
-        theta=(theta, "b" if theta.dim() == 1 else "H,b"),
+        theta=(theta, "b" if isinstance(theta, Tensor) and theta.dim() == 1 else "H,b"),
         norm_weight=(norm_weight, "H,D"), norm_bias=(norm_bias, "H,D"),
     )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
