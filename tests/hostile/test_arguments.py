@@ -73,7 +73,7 @@ def calls(draw, op):
 @often
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_ops(op, times):
-    @cases(40, times)
+    @cases(20, times)
     @given(calls(op))
     def check(arguments):
         try:
@@ -95,7 +95,7 @@ def test_inputs_of_a_model(times):
     masks = st.one_of(st.none(), st.lists(sizes, max_size=3).map(torch.ones))
     kinds = st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool])
 
-    @cases(60, times)
+    @cases(30, times)
     @given(ids, kinds, masks, st.booleans(), st.one_of(st.none(), st.integers(-3, 9)))
     def check(ids, kind, mask, cached, keep):
         cache = model.init_cache(max(len(ids), 1)) if cached and ids.dim() else None
@@ -138,7 +138,7 @@ def test_options_of_commands(tmp_path, times):
     )
     bad = st.one_of(numbers.map(str), words.filter(lambda word: "\0" not in word))
 
-    @cases(45, times)
+    @cases(25, times)
     @given(pairs, bad)
     def check(pair, value):
         (command, name) = pair

@@ -46,7 +46,7 @@ def test_manifests(corpus, tmp_path, times):
         spoiled_json(json.loads(whole)).map(lambda value: json.dumps(value).encode()),
     )
 
-    @cases(100, times)
+    @cases(50, times)
     @given(spoiled)
     def check(data):
         path.write_bytes(data)
@@ -69,7 +69,7 @@ def test_states(tmp_path, times):
     path = tmp_path / "state"
     model.read(tokens(1, 9)).save(path)
 
-    @cases(60, times)
+    @cases(30, times)
     @given(spoiled_bytes(path.read_bytes()))
     def check(data):
         path.write_bytes(data)
@@ -90,7 +90,7 @@ def test_states_that_somebody_made(tmp_path, times):
     path = tmp_path / "state"
     sizes = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 
-    @cases(20, times)
+    @cases(10, times)
     @given(sizes, sizes, st.integers(-5, 5))
     def check(keys, values, seen):
         cache = model.read(tokens(1, 9))
@@ -117,7 +117,7 @@ def test_checkpoints(run, tmp_path, times):
             return path, json.dumps(draw(spoiled_json(json.loads(whole[path])))).encode()
         return path, draw(spoiled_bytes(whole[path]))
 
-    @cases(60, times)
+    @cases(30, times)
     @given(spoiled())
     def check(change):
         path, data = change
@@ -143,7 +143,7 @@ def test_commands_on_damaged_runs(run, tmp_path, times):
         ("eval", "scaling", folder, "--out", tmp_path / "run" / "metrics.jsonl"),
     ]
 
-    @cases(16, times)
+    @cases(10, times)
     @given(st.data(), st.sampled_from(commands), st.sampled_from(files))
     def check(data, command, path):
         path.write_bytes(json.dumps(data.draw(spoiled_json(json.loads(whole[path])))).encode())

@@ -38,7 +38,7 @@ def corpus(tmp_path_factory):
 def test_values_that_nobody_means(corpus, times):
     group = Processes(0, 1, torch.device("cpu"), 1, None)
 
-    @cases(120, times)
+    @cases(60, times)
     @given(st.dictionaries(keys, values, min_size=1, max_size=3))
     def check(changes):
         table = recipe_table(corpus)
@@ -60,7 +60,7 @@ def test_files_that_are_spoiled(corpus, tmp_path, times):
     whole = write_toml(tmp_path / "whole.toml", recipe_table(corpus)).read_bytes()
     path = tmp_path / "r.toml"
 
-    @cases(80, times)
+    @cases(40, times)
     @given(spoiled_bytes(whole))
     def check(data):
         path.write_bytes(data)
@@ -78,7 +78,7 @@ def test_the_command_refuses_in_one_line(corpus, tmp_path, times):
         odd, st.sampled_from(["-1", "[1,", "{", "1e999", "nan", str(2**70), '"x', "[[1]]"])
     )
 
-    @cases(25, times)
+    @cases(12, times)
     @given(keys, bad)
     def check(key, text):
         setting = f"{'.'.join(key)}={text}"

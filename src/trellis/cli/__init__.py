@@ -14,14 +14,14 @@ except ModuleNotFoundError as error:
 
 from .. import __version__
 from . import bench, data, evaluation, train
-from .options import reporting
+from .options import Program
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = Program(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(data.app, name="data")
 for command in (
     train.train, train.compare, train.generate, train.export, train.plot, train.models,
 ):  # fmt: skip
-    app.command()(reporting(command, prints_result=command is train.generate))
+    app.command(prints_result=command is train.generate)(command)
 app.add_typer(evaluation.app, name="eval")
 app.add_typer(bench.app, name="bench")
 

@@ -11,9 +11,9 @@ from typer import Argument, Option
 
 from .. import machine
 from ..files import write_json
-from .options import Threads, names, numbers, reporting
+from .options import Program, Threads, names, numbers
 
-app = typer.Typer(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
+app = Program(no_args_is_help=True, help="Measure time and memory, beside peers in one run.")
 Out = Annotated[
     Path | None, Option(help="A folder for the record, NAME.json, and its figure if any.")
 ]
@@ -23,7 +23,6 @@ Rounds = Annotated[int, Option(help="How many times everything is timed.")]
 
 
 @app.command("ops")
-@reporting
 def bench_ops(
     lengths: Lengths = "2048,8192",
     contexts: Contexts = "1024,65536",
@@ -42,7 +41,6 @@ def bench_ops(
 
 
 @app.command("chunked")
-@reporting
 def bench_chunked(
     lengths: Lengths = "2048,8192",
     rounds: Rounds = 3,
@@ -58,7 +56,6 @@ def bench_chunked(
 
 
 @app.command("model")
-@reporting
 def bench_model(
     preset: Annotated[str, Option(help="Model size.")] = "125m",
     lengths: Annotated[str, Option(help="Training contexts.")] = "512,2048",
@@ -106,7 +103,6 @@ def bench_busy(
 
 
 @app.command("training")
-@reporting
 def bench_training(
     recipe: Annotated[Path, Argument(help="A recipe (.toml), for its model and batch.")],
     mixers: Annotated[str, Option(help="Names separated by commas.")] = "trellis,transformer",
@@ -125,7 +121,6 @@ def bench_training(
 
 
 @app.command("stream")
-@reporting
 def bench_stream(
     tokens: Annotated[int, Option(help="Tokens to read.", min=1)] = 1_000_000,
     points: Annotated[int, Option(help="Rows of the table.", min=1)] = 20,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from .options import reporting
+from .options import Program
 
 if TYPE_CHECKING:
     from ..data import Progress
     from ..data.documents import Skip
     from ..data.shards import Corpus
 
-app = typer.Typer(no_args_is_help=True, help="Turn text into token shards.")
+app = Program(no_args_is_help=True, help="Turn text into token shards.")
 
 _SOURCES = (
     "Text files, .jsonl files (or .json with an object on each line), folders or .tar archives of "
@@ -41,7 +41,6 @@ _NAMED = 5
 
 
 @app.command()
-@reporting
 def prepare(
     sources: Sources,
     out: Annotated[Path, Option(help="The folder to write, which must not exist yet.")],
@@ -100,7 +99,6 @@ def prepare(
 
 
 @app.command("tokenizer")
-@reporting
 def train_a_tokenizer(
     sources: Sources,
     out: Annotated[Path, Option(help="A folder for tokenizer.json, or a path that ends in .json.")],
@@ -126,7 +124,6 @@ def train_a_tokenizer(
 
 
 @app.command()
-@reporting
 def needles(
     out: Annotated[Path, Option(help="The .jsonl file to write.")],
     variants: Annotated[
@@ -162,7 +159,6 @@ def needles(
 
 
 @app.command()
-@reporting
 def verify(corpus: CorpusFolder) -> dict[str, Any]:
     """Read a corpus again and compare every file with its recorded hash."""
     from ..data import open_corpus
@@ -180,7 +176,6 @@ def verify(corpus: CorpusFolder) -> dict[str, Any]:
 
 
 @app.command()
-@reporting
 def info(corpus: CorpusFolder) -> dict[str, Any]:
     """Show what a corpus is made of."""
     from ..data import open_corpus

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from .options import Device, Threads, names, numbers, print_table, reporting
+from .options import Device, Program, Threads, names, numbers, print_table
 
 if TYPE_CHECKING:
     from ..evaluation.models import EvaluatedModel
     from ..evaluation.runner import Report
 
-app = typer.Typer(no_args_is_help=True, help="Measure models: ours, or any of transformers.")
+app = Program(no_args_is_help=True, help="Measure models: ours, or any of transformers.")
 
 Models = Annotated[
     list[str],
@@ -36,7 +36,6 @@ OUT = Path("runs/eval")
 
 
 @app.command()
-@reporting
 def inspect(
     model: Annotated[str, Argument(help="A run or an exported folder of ours.")],
     text: Annotated[str | None, Argument(help="The text that the model reads.")] = None,
@@ -74,7 +73,6 @@ def inspect(
 
 
 @app.command()
-@reporting
 def mqar(
     mixers: Annotated[str, Option(help="Names separated by commas, or all.")] = "all",
     preset: Annotated[
@@ -150,7 +148,6 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 @app.command()
-@reporting
 def niah(
     models: Models,
     haystack: Annotated[
@@ -189,7 +186,6 @@ def niah(
 
 
 @app.command()
-@reporting
 def ppl(
     models: Models,
     data: Annotated[
@@ -218,7 +214,6 @@ def ppl(
 
 
 @app.command()
-@reporting
 def reasoning(
     models: Models,
     data: Annotated[
@@ -250,7 +245,6 @@ _FORMS = ".jsonl, .json or .parquet, or hub:NAME"
 
 
 @app.command()
-@reporting
 def recall(
     models: Models,
     squad: Annotated[
@@ -280,7 +274,6 @@ def recall(
 
 
 @app.command()
-@reporting
 def scaling(
     runs: Annotated[list[Path], Argument(help="Folders of `trellis train`.", metavar="RUN...")],
     data: Annotated[

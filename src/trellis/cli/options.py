@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Option, Typer
 
 
 def _set_threads(threads: int) -> int:
@@ -83,6 +83,14 @@ def reporting(command: Callable[..., Any], prints_result: bool = False) -> Calla
     )
     run.__annotations__ = {**command.__annotations__, **more, "return": None}
     return run
+
+
+class Program(Typer):
+    """A group of commands, each of which returns its result; see `reporting`."""
+
+    def command(self, *arguments: Any, prints_result: bool = False, **options: Any) -> Any:
+        register = super().command(*arguments, **options)
+        return lambda command: register(reporting(command, prints_result))
 
 
 def numbers(
