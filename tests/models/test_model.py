@@ -297,6 +297,8 @@ def test_bad_inputs():
     cache = model.read(tokens(2, 3))
     with pytest.raises(ValueError, match=r"or up to 12, with those of the cache; got \[2, 13\]"):
         model(ids, attention_mask=torch.ones(2, 13), past_key_values=cache)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"or up to 4, .*; got \[2, 5\]"):
+        model(ids[:, :1], attention_mask=torch.ones(2, 5), past_key_values=cache)
     with pytest.raises(ValueError, match=r"labels must have shape .*\[2, 9\]; got \[2, 8\]"):
         model(ids, labels=ids[:, :8])
     with pytest.raises(TypeError, match="past_key_values must be a TrellisCache; got tuple"):
@@ -329,6 +331,8 @@ def test_token_ids_are_checked_before_anything_is_read(ids, message):
     for call in (model, partial(model, past_key_values=cache), model.model, model.read):
         with pytest.raises(ValueError, match=message):
             call(ids)
+    with torch.no_grad(), pytest.raises(ValueError, match="input_ids must"):  # as in decoding
+        model(ids[:1, :1] if ids.dim() > 1 else ids, past_key_values=cache)
     assert cache.seen == 0
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(cache._tensors(), before._tensors()))
     with pytest.raises(ValueError, match=r"inputs_embeds must have shape \[B,T,dim\]; got \[9\]"):

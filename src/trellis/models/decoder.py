@@ -110,9 +110,10 @@ def decode(
         or not isinstance(cache, TrellisCache)
         or not (keep is None or isinstance(keep, int))
         or input_ids.dim() != 2
+        or input_ids.dtype not in (torch.int32, torch.int64)
         or not 0 < input_ids.shape[0] <= MOST_ROWS
         or input_ids.shape[0] != cache.batch_size
-        or not _all_real(mask, input_ids.shape)
+        or not _all_real(mask, input_ids.shape, cache.seen)
     ):
         return None
     decoder = Decoder.of(model)
@@ -121,12 +122,13 @@ def decode(
     return decoder.read(input_ids, cache, keep or 0)
 
 
-def _all_real(mask: Tensor | None, shape: torch.Size) -> bool:
-    """Whether an attention mask that fits tokens of this shape hides none of them."""
+def _all_real(mask: Tensor | None, shape: torch.Size, seen: int) -> bool:
+    """Whether a mask that fits tokens of this shape, after `seen` others, hides none of them."""
     if mask is None:
         return True
     batch, tokens = shape
-    fits = mask.dim() == 2 and mask.shape[0] == batch and mask.shape[1] >= tokens
+    fits = mask.dim() == 2 and mask.shape[0] == batch
+    fits = fits and tokens <= mask.shape[1] <= tokens + seen
     return fits and bool((mask[:, mask.shape[1] - tokens :] != 0).all())
 
 
@@ -308,7 +310,7 @@ class Decoder:
             if t >= first and place is not logits:
                 logits[:, t - first] = place
         cache.session = session
-        cache.seen += tokens
+        cache.seen, cache.last = cache.seen + tokens, None
         return logits
 
 

@@ -60,14 +60,20 @@ def generate(
         for start in range(0, len(ids), model.config.segment_size):
             read(part := ids[start : start + model.config.segment_size])
             progress(len(part))
+        token = None
         for _ in range(max_tokens):
-            logits = model.lm_head(cache.last)[0].float().cpu()
-            token = _choose(logits, temperature, top_p, top_k, source)
-            read([token])
+            if token is None:
+                logits = model.lm_head(cache.last)[0]
+            else:
+                new = torch.tensor([[token]], device=model.device)
+                logits = model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+            token = _choose(logits.float().cpu(), temperature, top_p, top_k, source)
             if token == tokenizer.end_of_document:
                 break
             if text := decoder.feed(token):
                 yield text
+        if token is not None:
+            read([token])
         if text := decoder.finish():
             yield text
 
