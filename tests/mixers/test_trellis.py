@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from tests.support import relative_rms
 
 from trellis.mixers import TrellisMixerConfig, build_mixer, names_without_weight_decay
+from trellis.mixers.trellis import FORMS
 from trellis.ops import delta_rule, trellis_memory
 
 #: The paper's Trellis as its ablation starts from it, with our phi and psi.
 PAPER = {
+    "form": "paper",
     "phi": "silu",
     "f": "ln_silu",
     "psi": "identity",
@@ -52,7 +54,7 @@ def with_shared_weights(**fields):
     Codes are 16 times as large as at initialisation, so that phi is not nearly linear.
     """
     torch.manual_seed(0)
-    weights = build_mixer("trellis", 64, 1, slots=128).double().state_dict()
+    weights = build_mixer("trellis", 64, 1, form="paper", slots=128).double().state_dict()
     weights["alpha_proj.weight"] *= 16
     mixer = build_mixer("trellis", 64, 1, **fields).double()
     own = {
@@ -224,12 +226,12 @@ def test_half_lives_are_spread_over_the_heads_of_each_pass():
         assert torch.allclose(half_lives, torch.tensor([8.0, 128.0, 2048.0]), rtol=1e-4)
     alone = build_mixer("trellis", 16, 1, half_life=(8, 2048))
     torch.nn.init.zeros_(alone.beta_proj.weight)
-    assert alone._decays(torch.randn(1, 1, 16))[0].item() == pytest.approx(-math.log(2) / 128)
+    assert alone._decays(torch.randn(1, 1, 16))[0].item() == pytest.approx(-math.log(2) / 2048)
 
 
 def test_the_skip_adds_the_value_to_the_answer():
     torch.manual_seed(0)
-    plain = build_mixer("trellis", 16, 2)
+    plain = build_mixer("trellis", 16, 2, skip=False)
     skipping = build_mixer("trellis", 16, 2, skip=0.5)
     skipping.load_state_dict(plain.state_dict(), strict=False)
     x = torch.randn(1, 5, 16)
@@ -238,6 +240,19 @@ def test_the_skip_adds_the_value_to_the_answer():
     expected = plain.project_out(x, y + 0.5 * v, v)
     assert relative_rms(skipping(x)[0], expected) < 1e-5
     assert relative_rms(skipping(x)[0], plain(x)[0]) > 0.01
+
+
+def test_forms_set_what_is_not_given():
+    for name, fields in FORMS.items():
+        chosen = TrellisMixerConfig(form=name)
+        assert {field: getattr(chosen, field) for field in fields} == fields
+        changed = TrellisMixerConfig(form=name, phi="tanh", skip=False, half_life=(2, 4))
+        assert (changed.phi, changed.skip, changed.half_life) == ("tanh", False, (2, 4))
+        assert changed.f == fields["f"]
+    assert TrellisMixerConfig() == TrellisMixerConfig(form="recommended")
+    assert TrellisMixerConfig(decay="sigmoid").half_life is False
+    with pytest.raises(ValueError, match="form must be one of recommended, paper; got 'ours'"):
+        TrellisMixerConfig(form="ours")
 
 
 def test_tied_queries_start_equal_to_keys_and_are_their_own():
@@ -251,13 +266,15 @@ def test_tied_queries_start_equal_to_keys_and_are_their_own():
 
 
 def test_step_maxima_of_each_pass():
-    mixer = build_mixer("trellis", 16, 2, step_max=(2.0, 0.5))
+    mixer = build_mixer("trellis", 16, 2, step_max=(2.0, 0.5), separate_gates=False)
     keys, values = mixer.project(torch.randn(1, 9, 16), mixer.init_state(1))[0].gamma
     assert torch.allclose(keys, 4 * values)
 
 
 def test_gates_start_in_their_ranges():
-    mixer = build_mixer("trellis", 64, 64, decay_rate=(2, 3), decay_step=(0.01, 0.02))
+    mixer = build_mixer(
+        "trellis", 64, 64, half_life=False, decay_rate=(2, 3), decay_step=(0.01, 0.02)
+    )
     rate, step = mixer.decay.A_log.exp(), F.softplus(mixer.decay.dt_bias)
     assert 2 <= rate.min() <= rate.max() <= 3
     assert 0.0099 <= step.min() <= step.max() <= 0.0201
@@ -274,7 +291,7 @@ def test_step_ranges():
     assert gamma.mean() > 1.5 * 0.6
     fixed = build_mixer("trellis", 16, 2, step="constant", step_max=0.3)
     assert torch.equal(fixed._steps(x, k, v)[0], torch.full((1, 50, 2), 0.3))
-    lms = build_mixer("trellis", 16, 2, lms_step=True)
+    lms = build_mixer("trellis", 16, 2, form="paper", lms_step=True)
     keys, values = lms._steps(x, k, 2 * v)
     assert relative_rms(4 * values, keys) < 1e-5
     assert (keys * k.square().sum(-1)).max() <= 1
@@ -282,7 +299,7 @@ def test_step_ranges():
 
 def test_one_gate_or_one_for_each_pass():
     x = torch.randn(1, 5, 16)
-    shared = build_mixer("trellis", 16, 2)
+    shared = build_mixer("trellis", 16, 2, separate_gates=False)
     apart = build_mixer("trellis", 16, 2, separate_gates=True)
     keys, values = shared._decays(x)
     assert keys is values

@@ -53,7 +53,7 @@ def test_another_model_is_refused(tmp_path):
         other.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
     with pytest.raises(ValueError, match="another configuration or other weights"):
         TrellisCache.load(tmp_path / "state", other)
-    other = small_model(mixer_config={"f": "silu"})
+    other = small_model(mixer_config={"f": "ln_silu"})
     with pytest.raises(ValueError, match="another configuration or other weights"):
         TrellisCache.load(tmp_path / "state", other)
 

@@ -54,11 +54,6 @@ def assert_same_weights(actual, expected, tolerance=1e-4):
         assert relative_rms(actual[name], value) < tolerance, name
 
 
-#: Without a normalising f, and with a skip. What the first token of a sequence reads is a multiple
-#: of its own code, which ln_silu scales to one length whatever its size: the output jumps where the
-#: multiple changes its sign, and rounding errors of 1e-7 become 1e-3 within 20 steps. The norm
-#: behind the memory does the same to what the memory answers, unless the skip adds the value to it.
-SMOOTH = {"f": "silu", "skip": 1.0}
 VARIANTS = {
     "ddp": {"train": {"strategy": "ddp"}},
     "fsdp": {"train": {"strategy": "fsdp"}},
@@ -75,7 +70,6 @@ VARIANTS = {
     "sequence parallel, stale, checkpointing": {
         "model": {
             "mixer_config": {
-                **SMOOTH,
                 "mode": "stale",
                 "minibatch": 8,
                 "learn_initial_memory": True,
@@ -84,7 +78,7 @@ VARIANTS = {
         "train": {"sequence_parallel": 2, "checkpointing": True},
     },
     "sequence parallel, attention": {
-        "model": {"mixer": ["transformer", "trellis"], "mixer_config": {"trellis": SMOOTH}},
+        "model": {"mixer": ["transformer", "trellis"]},
         "train": {"sequence_parallel": 2},
     },
 }
@@ -92,7 +86,6 @@ VARIANTS = {
 
 BASELINES = {
     "mixer": ["linear_attention", "abc", "gsa", "delta_net", "gated_delta_net", "mamba2", "ttt"],
-    "mixer_config": {},
     "num_hidden_layers": 7,
 }
 VARIANTS |= {
@@ -133,8 +126,7 @@ def runs(corpus, tmp_path_factory):
     (folder / "one.txt").write_text(TEXT.read_text())
     long = prepare_corpus([folder / "one.txt"], folder / "long", validation=0.4)
     jobs, found = [], {}
-    smooth = {name: {"model": {"mixer_config": SMOOTH}, **s} for name, s in VARIANTS.items()}
-    for name, sections in {**smooth, **OTHERS}.items():
+    for name, sections in {**VARIANTS, **OTHERS}.items():
         text = long if name == "beyond a segment" else corpus
         path = folder / name.replace(" ", "-").replace(",", "")
         jobs.append((recipe_table(text, **sections), path / "two", False))
@@ -184,7 +176,7 @@ def test_checkpoints_move_between_numbers_of_processes(corpus, runs, tmp_path):
         onward = tmp_path / f"one-to-{strategy}"
         shutil.copytree(one, onward)
         shutil.rmtree(checkpoints.path_of(onward, 20))
-        sections = {"model": {"mixer_config": SMOOTH}, "train": {"strategy": strategy}}
+        sections = {"train": {"strategy": strategy}}
         jobs.append((recipe_table(corpus, **sections), onward, True))
         # From two processes to one.
         back = tmp_path / f"{strategy}-to-one"
@@ -204,7 +196,7 @@ def test_relayed_states_move_between_numbers_of_processes(runs, corpus, tmp_path
     back = tmp_path / "back"
     shutil.copytree(two, back)
     shutil.rmtree(checkpoints.path_of(back, 20))
-    sections = {"model": {"mixer_config": SMOOTH}, "data": {"batches": "contiguous"}}
+    sections = {"data": {"batches": "contiguous"}}
     train(recipe(corpus, **sections), back, resume=True)
     assert (losses(back) - losses(one)).abs().max() < 1e-5
     relayed = checkpoints.load_extra(checkpoints.open_checkpoint(two, 10))

@@ -118,8 +118,8 @@ class DecayGate(nn.Module):
     exp(A_log) starts uniform in the range `rate`, softplus(dt_bias) log-uniform in the range `step`
     and not below `floor`. With `half_life` both start so that the heads halve what they hold after
     so many tokens, spread evenly over the logarithm: (8, 2048) with three heads gives 8, 128 and
-    2048 tokens, with one head 128. Several `groups` of heads are spread alike. Neither parameter is
-    subject to weight decay.
+    2048 tokens; a single head gets 2048. Several `groups` of heads are spread alike. Neither
+    parameter is subject to weight decay.
     """
 
     no_weight_decay = ("A_log", "dt_bias")
@@ -152,7 +152,7 @@ class DecayGate(nn.Module):
 
     def _half_lives(self, shortest: float, longest: float) -> Tensor:
         heads = self.A_log.numel() // self.groups
-        place = torch.linspace(0, 1, heads) if heads > 1 else torch.tensor([0.5])
+        place = torch.linspace(0, 1, heads) if heads > 1 else torch.ones(1)
         half_lives = shortest * (longest / shortest) ** place
         return half_lives.repeat(self.groups).to(self.A_log)
 

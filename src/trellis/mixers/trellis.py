@@ -11,7 +11,7 @@ memory are in ops/memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +43,33 @@ CONVOLVED = ("q", "k", "v", "alpha")
 LMS_EPSILON = 1e-6
 
 
+#: The default of a field that `form` sets.
+FROM_FORM: Any = None
+#: form -> what it sets; docs/decisions.md has the reasons.
+FORMS: dict[str, dict[str, Any]] = {
+    "recommended": {
+        "phi": "silu", "f": "silu", "psi": "identity", "value_pass": "decode",
+        "conv_bias": True, "skip": 1.0, "separate_gates": True, "half_life": (8.0, 256.0),
+    },
+    "paper": {
+        "phi": "silu", "f": "ln_silu", "psi": "silu", "value_pass": "encode",
+        "conv_bias": True, "skip": False, "separate_gates": False, "half_life": False,
+    },
+}  # fmt: skip
+
+
 @dataclass
 class TrellisMixerConfig:
     """Every choice of the mixer.
 
-    From the paper are: two passes with one target code, encoding in the value pass, the forget
-    gate, f = ln_silu, a short convolution of q and k, a norm and a GELU gate behind the memory.
-    The paper says nothing of, and these are our choices: phi; how gamma and beta are computed, and
-    that both passes share them; the unit length of q, k and v; the width of the convolution and
-    the SiLU behind it; memories that start at zero. Two defaults are not the paper's:
-    mode="exact", which is "b = 1" in its ablation, while its default is stale gradients with a
-    mini-batch that it does not give; and psi="identity", while it reads phi(M^T q) (psi = phi).
-
+    form: sets those of phi, f, psi, value_pass, conv_bias, skip, separate_gates and half_life that
+        are None. "recommended" is the form that did best in our comparisons (docs/results.md).
+        "paper" has the equations of the paper: one target code for two passes that both encode,
+        f = ln_silu, and the readout phi(M^T q). What the paper leaves open is our choice in both:
+        phi, how gamma and beta are computed and start, the unit length of q, k and v, the width of
+        the convolution, its bias and the SiLU behind it, memories that start at zero. Both take
+        mode="exact", the row "b = 1" of the paper's ablation; its default is stale gradients with a
+        mini-batch that it does not give.
     heads: number of heads; None takes the model's `num_attention_heads`.
     slots: memory slots per head (m); None takes the head size.
     phi: non-linearity of the compression (identity is the paper's "linear").
@@ -75,7 +90,7 @@ class TrellisMixerConfig:
         gives all keys and queries a common part: the memory starts as a running average.
     tie_queries: q's map and convolution start equal to k's, with the same effect.
     skip: the start of a factor D for each head with which v is added to what the memory answers,
-        y + D v, as in Mamba2; None leaves it out.
+        y + D v, as in Mamba2; False leaves it out.
     normalize: the streams scaled to unit length per head; None means q, k and v, and with
         value_pass="decode", where v is a target, q and k.
     lms_step: divide the step size by |k|^2 in the key pass and by |v|^2 in the value pass
@@ -89,7 +104,8 @@ class TrellisMixerConfig:
         "sigmoid": log_beta = logsigmoid(.) / decay_temperature.
     decay_rate, decay_step: ranges in which exp(A_log) and softplus(dt_bias) start.
     half_life: with decay="softplus" and in place of these two ranges, the half-lives in tokens that
-        the heads start with: (8, 2048) spreads them evenly over the logarithm.
+        the heads start with: (8, 256) spreads them evenly over the logarithm; a single head gets
+        the longest. False takes the ranges.
     separate_gates: one gamma and one beta for each pass, instead of one for both.
     normalize_alpha: an RMS norm, with a learnable scale, on each head's code.
     learn_initial_memory: start from learned memories instead of zeros; None means only where
@@ -99,21 +115,22 @@ class TrellisMixerConfig:
     backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
+    form: str = "recommended"
     heads: int | None = None
     slots: int | None = None
-    phi: str = "silu"
-    f: str = "ln_silu"
-    psi: str = "identity"
+    phi: str = FROM_FORM
+    f: str = FROM_FORM
+    psi: str = FROM_FORM
     mode: str = "exact"
     minibatch: int = 16
     error_at: str = "before"
     stale_step: str = "minibatch"
-    value_pass: str = "encode"
+    value_pass: str = FROM_FORM
     conv_width: int = 4
     conv_on: tuple[str, ...] = ("q", "k")
-    conv_bias: bool = False
+    conv_bias: bool = FROM_FORM
     tie_queries: bool = False
-    skip: float | None = None
+    skip: float | Literal[False] = FROM_FORM
     normalize: tuple[str, ...] | None = None
     lms_step: bool = False
     step: str = "sigmoid"
@@ -123,9 +140,9 @@ class TrellisMixerConfig:
     decay: str = "softplus"
     decay_rate: tuple[float, float] = (1.0, 16.0)
     decay_step: tuple[float, float] = (1e-3, 0.1)
-    half_life: tuple[float, float] | None = None
+    half_life: tuple[float, float] | Literal[False] = FROM_FORM
     decay_temperature: float = 16.0
-    separate_gates: bool = False
+    separate_gates: bool = FROM_FORM
     normalize_alpha: bool = False
     learn_initial_memory: bool | None = None
     initial_memory_std: float = 1.0
@@ -133,6 +150,13 @@ class TrellisMixerConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        checks.choice("form", self.form, tuple(FORMS))
+        softplus = self.forget_gate and self.decay == "softplus"
+        if self.half_life is None and not softplus:
+            self.half_life = False
+        for name, value in FORMS[self.form].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         checks.choice("phi", self.phi, PHI_NAMES)
         checks.choice("f", self.f, F_NAMES)
         checks.choice("psi", self.psi, PSI_NAMES)
@@ -148,7 +172,7 @@ class TrellisMixerConfig:
         self._check_step_max()
         checks.flag("conv_bias", self.conv_bias)
         checks.flag("tie_queries", self.tie_queries)
-        if self.skip is not None:
+        if self.skip is not False:
             checks.number("skip", self.skip)
         checks.at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
         checks.at_least("slots", self.slots, 1, optional=True)
@@ -163,9 +187,9 @@ class TrellisMixerConfig:
         self.decay_rate = checks.number_range("decay_rate", self.decay_rate, 0)
         self.decay_step = checks.number_range("decay_step", self.decay_step, 0)
         checks.positive("decay_temperature", self.decay_temperature)
-        if self.half_life is not None:
+        if self.half_life is not False:
             self.half_life = checks.number_range("half_life", self.half_life, 0)
-            if self.decay != "softplus" or not self.forget_gate:
+            if not softplus:
                 raise ValueError(
                     "half_life needs forget_gate=True and decay='softplus'; got "
                     f"forget_gate={self.forget_gate!r}, decay={self.decay!r}"
@@ -249,7 +273,7 @@ class TrellisMixer(Mixer):
             if config.decay == "softplus":
                 self.decay = DecayGate(
                     gates, config.decay_rate, config.decay_step,
-                    half_life=config.half_life, groups=passes,
+                    half_life=config.half_life or None, groups=passes,
                 )  # fmt: skip
         widths = {"q": dim, "k": dim, "v": dim, "alpha": self.heads * self.slots}
         self.convolutions = StreamConvolutions(
@@ -257,7 +281,7 @@ class TrellisMixer(Mixer):
             config.conv_width,
             bias=config.conv_bias,
         )
-        self.skip = None if config.skip is None else nn.Parameter(torch.empty(self.heads))
+        self.skip = None if config.skip is False else nn.Parameter(torch.empty(self.heads))
         norm_alpha = config.normalize_alpha
         self.alpha_norm = RMSNorm(self.slots, config.norm_eps) if norm_alpha else None
         self.initial_keys: nn.Parameter | None = None
@@ -273,8 +297,8 @@ class TrellisMixer(Mixer):
         """Initialise this mixer's own parameters; the model initialises the linear maps."""
         if self.gamma_proj is not None:
             nn.init.constant_(self.gamma_proj.bias, self.config.step_bias)
-        if self.skip is not None and self.config.skip is not None:
-            nn.init.constant_(self.skip, self.config.skip)
+        if self.skip is not None:
+            nn.init.constant_(self.skip, float(self.config.skip))
         if self.config.tie_queries:
             self._tie_queries()
         if self.initial_keys is not None and self.initial_values is not None:

@@ -150,7 +150,7 @@ def trellis_memory(
     Args:
         q, k: [B, T, H, K]. v: [B, T, H, V]. alpha: [B, T, H, M], the code of each token.
         log_beta, gamma: [B, T, H], or a pair of these, one for each pass.
-        f: ln_silu, l2_silu, softmax, silu or identity. psi: identity, or any phi.
+        f: ln_silu, soft_ln_silu, l2_silu, softmax, silu or identity. psi: identity, or any phi.
         initial_state: MemoryState, or the pair (keys, values); zeros by default.
         recompute: the triton backend keeps the inputs alone for the backward, and computes the rest
             again, to the same bits. The other backends always do so.

@@ -8,7 +8,8 @@ u is itself a gradient, so du/dz is symmetric and one directional derivative ser
 forward and the reverse direction.
 
 Every epsilon sits inside a square root, beside the quantity that it keeps from zero:
-layernorm divides by sqrt(variance + 1e-5), l2norm by sqrt(sum of squares + 1e-6).
+layernorm divides by sqrt(variance + 1e-5), l2norm by sqrt(sum of squares + 1e-6). soft_ln_silu is
+ln_silu with sqrt(variance + 0.1): a weak match stays weak, where ln_silu scales it up to one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from torch import Tensor
 from ..norms import L2NORM_EPSILON, LAYERNORM_EPSILON
 from ..norms import unit_length_reference as l2norm
 
+SOFT_EPSILON = 0.1
 
-def layernorm(z: Tensor) -> Tensor:
+
+def layernorm(z: Tensor, epsilon: float = LAYERNORM_EPSILON) -> Tensor:
     """Centre and scale the last dimension to unit variance; no learnable parameters."""
-    return F.layer_norm(z, z.shape[-1:], eps=LAYERNORM_EPSILON)
+    return F.layer_norm(z, z.shape[-1:], eps=epsilon)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,12 +41,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "layernorm": layernorm,
     "l2norm": l2norm,
     "ln_silu": lambda z: layernorm(F.silu(z)),
+    "soft_ln_silu": lambda z: layernorm(F.silu(z), SOFT_EPSILON),
     "l2_silu": lambda z: l2norm(F.silu(z)),
     "softmax": lambda z: z.softmax(-1),
 }
 
 PHI_NAMES = ("identity", "silu", "gelu", "tanh", "layernorm", "l2norm", "ln_silu")
-F_NAMES = ("ln_silu", "l2_silu", "softmax", "silu", "identity")
+F_NAMES = ("ln_silu", "soft_ln_silu", "l2_silu", "softmax", "silu", "identity")
 PSI_NAMES = PHI_NAMES
 #: phi whose Jacobian is huge at z = 0, so that a memory that starts at zero overshoots.
 NORMALISING_PHI = ("layernorm", "l2norm", "ln_silu")

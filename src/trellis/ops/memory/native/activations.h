@@ -4,9 +4,12 @@
 #include <string_view>
 #include "simd.h"
 
-enum Activation { IDENTITY, SILU, GELU, TANH, LAYERNORM, L2NORM, LN_SILU, L2_SILU, SOFTMAX };
+enum Activation {
+  IDENTITY, SILU, GELU, TANH, LAYERNORM, L2NORM, LN_SILU, SOFT_LN_SILU, L2_SILU, SOFTMAX
+};
 constexpr std::string_view NAMES[] = {
-    "identity", "silu", "gelu", "tanh", "layernorm", "l2norm", "ln_silu", "l2_silu", "softmax"};
+    "identity", "silu", "gelu", "tanh", "layernorm", "l2norm", "ln_silu", "soft_ln_silu", "l2_silu",
+    "softmax"};
 // The largest size of keys, values and codes.
 constexpr int WIDEST = 256;
 
@@ -86,7 +89,8 @@ INLINE float dot(const float* a, const float* b, int np) {
 }
 
 // layernorm (centred) or l2norm: normal = scale * P z; returns scale.
-static inline float normalise(const float* z, float* normal, Width w, bool centred) {
+static inline float normalise(
+    const float* z, float* normal, Width w, bool centred, float epsilon = 1e-5f) {
   const float mean = centred ? dot(z, w.mask, w.np) / w.n : 0;
   vf squares{};
   for (int i = 0; i < w.np; i += VL) {
@@ -95,7 +99,7 @@ static inline float normalise(const float* z, float* normal, Width w, bool centr
     squares += c * c;
   }
   const float s = sum(squares);
-  const float scale = 1.f / std::sqrt(centred ? s / w.n + 1e-5f : s + 1e-6f);
+  const float scale = 1.f / std::sqrt(centred ? s / w.n + epsilon : s + 1e-6f);
   for (int i = 0; i < w.np; i += VL) store(normal + i, load(normal + i) * scale);
   return scale;
 }
@@ -135,9 +139,10 @@ static __attribute__((noinline)) void activate(int act, const float* z, float* o
     case LAYERNORM:
     case L2NORM: normalise(z, out, w, act == LAYERNORM); break;
     case LN_SILU:
+    case SOFT_LN_SILU:
     case L2_SILU:
       value_of(Silu{}, z, inner, w.np);
-      normalise(inner, out, w, act == LN_SILU);
+      normalise(inner, out, w, act != L2_SILU, act == LN_SILU ? 1e-5f : 0.1f);
       break;
     case SOFTMAX: {
       float top = -INFINITY;
@@ -167,10 +172,12 @@ static __attribute__((noinline)) void pull_back(
       break;
     }
     case LN_SILU:
+    case SOFT_LN_SILU:
     case L2_SILU: {
       value_of(Silu{}, z, inner, w.np);
-      const float scale = normalise(inner, normal, w, act == LN_SILU);
-      normalise_jacobian(normal, scale, g, inner, w, act == LN_SILU);
+      const bool centred = act != L2_SILU;
+      const float scale = normalise(inner, normal, w, centred, act == LN_SILU ? 1e-5f : 0.1f);
+      normalise_jacobian(normal, scale, g, inner, w, centred);
       slope_times(Silu{}, z, inner, out, w.np);
       break;
     }
