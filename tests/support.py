@@ -235,7 +235,10 @@ def skips(corpus):
 
 #: Stacks of mixers that the tests of the model run over.
 STACKS: dict[str, dict] = {name: {"mixer": name} for name in MIXERS} | {
-    "trellis stale": {"mixer": "trellis", "mixer_config": {"mode": "stale", "minibatch": 8}},
+    "trellis stale": {
+        "mixer": "trellis",
+        "mixer_config": {"form": "paper", "mode": "stale", "minibatch": 8},
+    },
     "all mixers": {"mixer": list(MIXERS), "num_hidden_layers": len(MIXERS)},
     "hybrid": {
         "mixer": ["trellis", "trellis", "transformer"],

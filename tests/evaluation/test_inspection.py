@@ -30,8 +30,9 @@ TEXT = "the cat sat on the mat; the cat ran."
 IDS = list(TEXT.encode())
 CONFIGS = {
     "exact": {},
-    "stale": {"mode": "stale", "minibatch": 5},
-    "error after the decay": {"error_at": "after"},
+    "paper": {"form": "paper"},
+    "stale": {"form": "paper", "mode": "stale", "minibatch": 5},
+    "error after the decay": {"form": "paper", "error_at": "after"},
     "stale, error after the decay": {"error_at": "after", "mode": "stale", "minibatch": 5},
     "decode": {"value_pass": "decode", "separate_gates": True, "phi": "identity"},
     "learned start": {"phi": "layernorm", "slots": 6, "psi": "tanh"},
@@ -253,7 +254,7 @@ def test_probes_are_spread_over_the_text():
 
 def forgetful(*rates):
     """A model whose heads forget as fast as these say: -log of the gate, of every layer's heads."""
-    model = model_of()
+    model = model_of(separate_gates=False)
     for block, rate in zip(model.network.model.layers, rates):
         block.mixer.beta_proj.weight.data.zero_()
         block.mixer.decay.dt_bias.data.fill_(0.0)  # softplus of it is log 2
@@ -446,12 +447,12 @@ def test_curves_are_the_arrays(axes_of):
 
 
 def test_gates_of_both_memories_are_drawn_once(axes_of):
-    axes, _ = axes_of(inspect(model_of(), IDS))
+    axes, _ = axes_of(inspect(model_of(form="paper"), IDS))
     for title in ("Forget gate", "Step size"):
         (axis,) = titled(axes, title)
         assert [one.get_label() for one in axis.get_lines()] == ["layer 0", "layer 1"]
     # The steps of normalised LMS differ, the gates do not.
-    axes, _ = axes_of(inspect(model_of(lms_step=True), IDS))
+    axes, _ = axes_of(inspect(model_of(form="paper", lms_step=True), IDS))
     assert len(titled(axes, "Forget gate")[0].get_lines()) == 2
     assert len(titled(axes, "Step size")[0].get_lines()) == 4
 

@@ -4,7 +4,8 @@ from trellis.mixers import MIXERS
 
 #: name of the case -> (mixer, fields)
 CASES = {name: (name, {}) for name in MIXERS} | {
-    "trellis stale": ("trellis", {"mode": "stale", "minibatch": 8}),
+    "trellis paper": ("trellis", {"form": "paper"}),
+    "trellis paper stale": ("trellis", {"form": "paper", "mode": "stale", "minibatch": 8}),
     "trellis decode": (
         "trellis",
         {
@@ -19,9 +20,15 @@ CASES = {name: (name, {}) for name in MIXERS} | {
         "trellis",
         {"mode": "stale", "minibatch": 5, "value_pass": "decode", "decay": "sigmoid"},
     ),
-    "trellis error after the decay": ("trellis", {"error_at": "after", "half_life": [2, 64]}),
-    "trellis learned start": ("trellis", {"phi": "ln_silu", "slots": 24}),
-    "trellis lms": ("trellis", {"lms_step": True, "step": "softplus", "conv_width": 0}),
+    "trellis error after the decay": (
+        "trellis",
+        {"form": "paper", "error_at": "after", "half_life": [2, 64], "f": "soft_ln_silu"},
+    ),
+    "trellis learned start": ("trellis", {"form": "paper", "phi": "ln_silu", "slots": 24}),
+    "trellis lms": (
+        "trellis",
+        {"form": "paper", "lms_step": True, "step": "softplus", "conv_width": 0},
+    ),
     "trellis with a skip": (
         "trellis",
         {
