@@ -7,7 +7,7 @@ FLA_STAMP := $(FLA_VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-parity test-triton test-gpu test-slow test-sanitize lint format typecheck wheel bench clean
+.PHONY: setup demo test test-parity test-triton test-gpu test-gpu-sanitize test-slow test-sanitize lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,16 @@ $(FLA_STAMP): pyproject.toml constraints.txt Makefile
 test-triton: $(FLA_STAMP)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_interpreter.py
 	OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_registers.py
+
+# On a machine with a GPU, with its own torch: see docs/gpu.md. The second runs a part of it under
+# NVIDIA's compute-sanitizer.
+GPU_PYTHON ?= python
+test-gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu
+
+test-gpu-sanitize:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
+	$(GPU_PYTHON) -m pytest tests/gpu -k "fp32 or packs"
 
 # What takes longer, such as the wheel in a clean environment.
 test-slow: setup

@@ -4,6 +4,7 @@
 test_triton.py). Fresh memory is filled with NaN, so a place that no kernel writes shows.
 """
 
+import json
 import math
 import os
 import random
@@ -281,3 +282,27 @@ def test_the_state_of_another_minibatch():
                         torch.tensor([9, 9]))  # fmt: skip
     with pytest.raises(ValueError, match=r"offset must lie in 0 .. minibatch - 1 = 3"):
         trellis_memory(*inputs(case), initial_state=state, backend="triton", **case.options)
+
+
+def test_the_benchmark_runs(tmp_path):
+    """At toy size: every table, the record and the figure."""
+    pytest.importorskip("matplotlib")
+    from trellis.bench import gpu
+
+    torch.use_deterministic_algorithms(False)
+    lines = []
+    few = ("trellis exact", "trellis stale, b = 16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "OURS", {name: gpu.OURS[name] for name in few})
+        patch.setattr(gpu, "BLOCKS", (16,))
+        patch.setattr(gpu, "WARPS", (4,))
+        result = gpu.run([1], [20], 1, 16, "none", 1, True, lines.append)
+        gpu.draw(result, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    json.dumps(result)
+    assert {row["op"] for row in result["ops"]} == {*few, "SDPA causal"}
+    started = ["prepare", "prepare", "write", "read", "read"]
+    assert [row["kernel"] for row in result["kernels"]][:5] == started
+    assert {row["kernel"] for row in result["kernels"]} == set(gpu.KERNELS) - {"step"}
+    assert {row["kernel"] for row in result["tuning"]} == {"read", "read_back", "finish_back"}
+    assert "| 1 | 20 | GSA (fla) | | does not run: its kernels need a GPU | |" in lines

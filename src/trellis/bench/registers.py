@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from .. import checks
 from ..ops import trellis_memory, trellis_memory_step
 from ..ops.memory import triton as backend
 
@@ -143,6 +144,10 @@ def run(
     architectures: list[int], size: int, cases: list[str], report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Compiles every kernel of some cases; `report` receives the lines of a Markdown table."""
+    for case in cases:
+        checks.choice("cases", case, tuple(CASES))
+    if backend.missing():
+        raise RuntimeError(f"nothing can be compiled here: {backend.missing()}")
     rows = []
     report("| kernel | case | type | architecture | warps | registers | spills, B | shared, B |")
     report("|---|---|---|---|---|---|---|---|")
@@ -165,9 +170,3 @@ def run(
                         f"{found['registers']} | {found['spills']} | {found['shared']} |"
                     )
     return rows
-
-
-if __name__ == "__main__":
-    import sys
-
-    run([int(a) for a in sys.argv[1].split(",")], int(sys.argv[2]), sys.argv[3].split(";"), print)

@@ -136,6 +136,42 @@ def bench_stream(
     return record.keep(out)
 
 
+@app.command("gpu")
+def bench_gpu(
+    batches: Annotated[str, Option(help="Sequences, separated by commas.")] = "1,8,32",
+    lengths: Lengths = "2048,8192,32768",
+    heads: Annotated[int, Option(help="Heads of the ops.", min=1)] = 12,
+    size: Annotated[int, Option(help="Size of keys, values and codes.", min=1, max=128)] = 64,
+    preset: Annotated[str, Option(help="Size of the whole model; none leaves it out.")] = "125m",
+    rounds: Rounds = 20,
+    tune: Annotated[bool, Option("--tune", help="Try other configurations of kernels.")] = False,
+    out: Out = None,
+) -> None:
+    """The memory on a GPU beside attention, Gated DeltaNet, GSA and TTT; every kernel; a model."""
+    from ..bench import gpu
+
+    record = Record("bench-gpu")
+    sizes = (numbers("batches", batches), numbers("lengths", lengths), heads, size)
+    result = gpu.run(*sizes, preset, rounds, tune, record.say)
+    record.keep(out, result, gpu.draw)
+
+
+@app.command("registers")
+def bench_registers(
+    architectures: Annotated[str, Option(help="Such as 80,90,100.")] = "80,90,100",
+    size: Annotated[int, Option(help="Size of keys, values and codes.", min=1, max=128)] = 64,
+    cases: Annotated[str, Option(help="Separated by semicolons.")] = "exact, encode",
+    out: Out = None,
+) -> None:
+    """The memory's GPU kernels compiled without a GPU: registers, spills, shared memory."""
+    from ..bench import registers
+
+    record = Record("bench-registers")
+    chosen = [case.strip() for case in cases.split(";")]
+    result = registers.run(numbers("architectures", architectures), size, chosen, record.say)
+    record.keep(out, result)
+
+
 class Record:
     """Prints what a benchmark says, and keeps it beside the raw result in NAME.json."""
 
