@@ -148,15 +148,17 @@ def sizes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
         assert tensor is not None
         letters = given[name][1].removesuffix("?")
         dimensions(name, tensor, f"[{letters}]")
-        for letter, size in zip(letters.split(","), tensor.shape):
-            found.setdefault(letter, size)
+        each = letters.split(",")
+        for letter, size in zip(each, tensor.shape):
             if size == 0 and letter not in ("B", "T"):
                 leading = "B and T" if "T" in letters else "B"
                 raise ValueError(
                     f"{name} must have shape [{letters}] with sizes of at least 1 behind "
                     f"{leading}; got {list(tensor.shape)}"
                 )
-        shape(name, tensor, [found[letter] for letter in letters.split(",")], f"[{letters}]")
+            if found.setdefault(letter, size) != size:
+                expected = [found.get(other, n) for other, n in zip(each, tensor.shape)]
+                shape(name, tensor, expected, f"[{letters}]")
     return found
 
 

@@ -60,11 +60,12 @@ def linear_attention(
     heads, (groups, key_dim) = v.shape[2], q.shape[2:]
     if heads % groups:
         raise ValueError(f"the groups of q must divide the heads of v, {heads}; got {groups}")
-    checks.sizes(v=(v, "B,T,H,V"), log_decay=(log_decay, "B,T,H?"))
     count = checks.sequences(q.shape[0], cu_seqlens, q.device)
     dtype = checks.compute_dtype(q, k, v, log_decay)
     memory = _start(initial_state, (count, heads, key_dim, v.shape[3]), normalize, dtype, v)
     if log_decay is not None:
+        checks.floats(v=v, log_decay=log_decay)
+        checks.shape("log_decay", log_decay, v.shape[:3], "[B,T,H]")
         log_decay = log_decay.unflatten(2, (groups, -1))
     if normalize:  # the normaliser is the memory of a value that is always one
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
