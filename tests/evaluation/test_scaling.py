@@ -16,6 +16,7 @@ from trellis.evaluation import models, scaling
 from trellis.evaluation.models import open_model
 from trellis.evaluation.ppl import documents, encode, perplexity
 from trellis.evaluation.scaling import Training, contexts_of, fit, read_training, variants
+from trellis.files import sha256_of
 from trellis.training import loop
 from trellis.training.metrics import read_metrics
 from trellis.training.run import export, load_run, train
@@ -297,15 +298,23 @@ def test_fields_of_a_run_are_those_of_its_mixers(runs, tmp_path, capsys):
     shutil.copytree(runs[0], other)
     path = other / "checkpoints" / f"step-{STEPS:08d}" / "config.json"
     config = json.loads(path.read_text())
+    noted = json.loads((path.parent / "checkpoint.json").read_text())
+
+    def write():
+        """Writes the configuration, with its hash, as if the run had it."""
+        path.write_text(json.dumps(config))
+        noted["files"]["config.json"] = sha256_of(path)
+        (path.parent / "checkpoint.json").write_text(json.dumps(noted))
+
     config["mixer_config"] = {"linear_attention": {"normalize": False}}
-    path.write_text(json.dumps(config))
+    write()
     result = measured([runs[0], other], tmp_path / "out")
     names = [f"linear_attention (normalize={value})" for value in (True, False)]
     assert [row["variant"] for row in result["runs"]] == names
     out = capsys.readouterr().out
     assert all(name in out for name in names)
     config["mixer"], config["mixer_config"] = ["linear_attention", "abc", "abc"], {}
-    path.write_text(json.dumps(config))
+    write()
     assert read_training(other).mixer == "linear_attention+abc+abc"
     assert read_training(other).fields["abc.slots"] is not None
 
