@@ -96,4 +96,4 @@ def log_decay_gradient(pairs: Tensor, starts: Tensor) -> Tensor:
 
 def lower(weights: Tensor, products: Tensor) -> Tensor:
     """weights * products below and on the diagonal; exact zeros above, also for inf and NaN."""
-    return (weights * products).tril()
+    return (weights * products).tril_()

@@ -268,30 +268,38 @@ class ChunkRows:
         self.shape = rows.shape
         self.empty = empty
         self.rows = rows.flatten() if empty is None else rows.masked_fill(empty, 0).flatten()
-        self.filled = None if empty is None else (~empty).flatten().nonzero().squeeze(1)
+        self.filled = None if empty is None else ~empty
+        self._rows_of_heads: dict[int, Tensor] = {}
 
     def take(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens, H, ...] -> [n * H, c, ...], zeros in empty places."""
-        n, c = self.shape
-        taken = flat.index_select(0, self.rows).to(dtype)
-        taken = taken.view(n, c, *flat.shape[1:])
+        (n, c), heads = self.shape, flat.shape[1]
+        taken = flat.flatten(0, 1).index_select(0, self._by_head(heads)).to(dtype)
+        taken = taken.view(n * heads, c, *flat.shape[2:])
         if self.empty is not None:
-            taken = taken.masked_fill(self.empty.view(n, c, *[1] * (flat.dim() - 1)), 0)
-        return taken.transpose(1, 2).reshape(n * flat.shape[1], c, *flat.shape[2:])
+            empty = self.empty.repeat_interleave(heads, dim=0)
+            taken = taken.masked_fill(empty.view(n * heads, c, *[1] * (flat.dim() - 2)), 0)
+        return taken
+
+    def _by_head(self, heads: int) -> Tensor:
+        """The rows [n, heads, c], flat, of tensors [tokens * heads, ...]."""
+        if heads not in self._rows_of_heads:
+            head = torch.arange(heads, device=self.rows.device)[:, None]
+            rows = (self.rows.view(self.shape)[:, None] * heads + head).flatten()
+            self._rows_of_heads[heads] = rows
+        return self._rows_of_heads[heads]
 
     def take_all(self, flat: Inputs, dtype: torch.dtype) -> Inputs:
         return tuple(None if x is None else self.take(x, dtype) for x in flat)
 
     def put(self, flat: Tensor, values: Tensor) -> None:
         """The reverse of `take`: [n * H, c, ...] into the rows of flat [tokens, H, ...]."""
-        n, c = self.shape
         heads = flat.shape[1]
-        values = values.view(n, heads, c, *flat.shape[2:]).transpose(1, 2)
-        values = values.reshape(n * c, heads, *flat.shape[2:]).to(flat.dtype)
-        if self.filled is None:
-            flat.index_copy_(0, self.rows, values)
-        else:
-            flat.index_copy_(0, self.rows[self.filled], values[self.filled])
+        rows, values = self._by_head(heads), values.flatten(0, 1).to(flat.dtype)
+        if self.filled is not None:
+            filled = self.filled.repeat_interleave(heads, dim=0).flatten()
+            rows, values = rows[filled], values[filled]
+        flat.flatten(0, 1).index_copy_(0, rows, values)
 
 
 class _Chunked(torch.autograd.Function):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +79,20 @@ class Elementwise:
     """phi that acts on each entry alone: its Jacobian and du/dz are diagonal."""
 
     linear = False
+    function: Callable[[Tensor], Tensor]
+    #: J^T error, an operator of (error, z), or of (error, phi(z)) with `from_value`.
+    backward: Any
+    from_value = False
 
     def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        raise NotImplementedError
+        value = self.function(z)
+        return self.backward.default(value - target, value if self.from_value else z)
+
+    def write(self, z: Tensor, step: Tensor, start: Tensor, out: Tensor) -> None:
+        """out = step u, in the fewest calls; start is -step * target."""
+        value = self.function(z)
+        error = torch.addcmul(start, value, step)
+        self.backward.grad_input(error, value if self.from_value else z, grad_input=out)
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(phi(z), phi'(z), phi''(z))"""
@@ -98,8 +109,8 @@ class Elementwise:
 
 
 class _Silu(Elementwise):
-    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        return torch.ops.aten.silu_backward(F.silu(z) - target, z)
+    function = staticmethod(F.silu)
+    backward = torch.ops.aten.silu_backward
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sigmoid = z.sigmoid()
@@ -112,8 +123,8 @@ class _Silu(Elementwise):
 class _Gelu(Elementwise):
     """The exact form, z times the normal distribution function."""
 
-    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        return torch.ops.aten.gelu_backward(F.gelu(z) - target, z)
+    function = staticmethod(F.gelu)
+    backward = torch.ops.aten.gelu_backward
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cumulative = torch.special.ndtr(z)
@@ -123,9 +134,9 @@ class _Gelu(Elementwise):
 
 
 class _Tanh(Elementwise):
-    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        value = z.tanh()
-        return torch.ops.aten.tanh_backward(value - target, value)
+    function = staticmethod(torch.tanh)
+    backward = torch.ops.aten.tanh_backward
+    from_value = True
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value = z.tanh()

@@ -138,6 +138,7 @@ class _Chunks:
         if self.stale and self.goes_on is not None:
             points = torch.empty_like(before)
         z, writes = torch.empty_like(self.target), torch.empty_like(self.target)
+        x_total = self.x.sum((1, 2), keepdim=True) * 0
         for part in self.parts:
             memory = current[: part.stop - part.start]
             before[part] = memory
@@ -157,8 +158,7 @@ class _Chunks:
             memory.mul_(self.decay.whole[part])
             memory.baddbmm_(writes[part].mT, self.x_to_end[part], alpha=-1)
             # NaN everywhere if a write or an x is not finite: zero times infinity is NaN.
-            memory += (writes[part] * 0).sum((1, 2), keepdim=True)
-            memory += (self.x[part] * 0).sum((1, 2), keepdim=True)
+            memory += writes[part].sum((1, 2), keepdim=True) * 0 + x_total[part]
         return _Swept(z, writes, before, points, current)
 
     def _substitute(self, part: slice, memory: Tensor, z: Tensor, writes: Tensor) -> None:
@@ -174,14 +174,20 @@ class _Chunks:
             )  # fmt: skip
             torch.baddbmm(base, coupling, writes, alpha=-1, out=z)
             return
-        for t in range(z.shape[1]):
-            row = slice(t, t + 1)
-            z_t = base[:, row]
-            if t > 0:
-                z_t = torch.baddbmm(z_t, coupling[:, row, :t], writes[:, :t], alpha=-1)
-            z[:, row] = z_t
-            gradient = self.phi.gradient(z_t, target[:, row])
-            torch.mul(gradient, step_size[:, row], out=writes[:, row])
+        # Rows that are not yet written are zero, so that every row takes the whole product. Each
+        # row of z lies in one piece, [c, G, 1, m]: into any other place a product is slow.
+        writes.zero_()
+        elementwise = self.phi if isinstance(self.phi, Elementwise) else None
+        goals = -step_size * target if elementwise else target
+        pieces = base.transpose(0, 1).contiguous().unsqueeze(2)
+        rows = (rows.split(1, dim=1) for rows in (writes, coupling, step_size, goals))
+        for z_t, write, coupled, step, goal in zip(pieces.unbind(0), *rows):
+            z_t.baddbmm_(coupled, writes, alpha=-1)
+            if elementwise:
+                elementwise.write(z_t, step, goal, write)
+            else:
+                torch.mul(self.phi.gradient(z_t, goal), step, out=write)
+        z.copy_(pieces.squeeze(2).transpose(0, 1))
 
     def read(self, swept: _Swept) -> Tensor:
         """y of all chunks. A head is NaN from its first write that is not finite on.
@@ -190,13 +196,15 @@ class _Chunks:
         zero: zero times infinity is NaN.
         """
         x, writes, memory = self.x, swept.writes, swept.before
-        finite = ((writes * 0).sum(-1, keepdim=True) + (x * 0).sum(-1, keepdim=True)) == 0
-        broken = (~finite).cumsum(1) > 0
-        x, writes = x.masked_fill(broken, 0), writes.masked_fill(broken, 0)
+        broken = None
+        if x.device.type != "cpu" or not torch.isfinite(x.sum() + writes.sum()):
+            finite = ((writes * 0).sum(-1, keepdim=True) + (x * 0).sum(-1, keepdim=True)) == 0
+            broken = (~finite).cumsum(1) > 0
+            x, writes = x.masked_fill(broken, 0), writes.masked_fill(broken, 0)
         keys, values, matrix = (writes, x, memory) if self.transposed else (x, writes, memory.mT)
         scores = lower(self.decay.within, self.query @ keys.mT)
-        y = torch.baddbmm(self.decay.start * (self.query @ matrix), scores, values, alpha=-1)
-        return y.masked_fill_(broken, math.nan)
+        y = (self.query @ matrix).mul_(self.decay.start).baddbmm_(scores, values, alpha=-1)
+        return y if broken is None else y.masked_fill_(broken, math.nan)
 
     def gradients(self, swept: _Swept, dy: Tensor, dstate: Tensors) -> tuple[Inputs, Tensors]:
         x, (z, writes, before, points, _) = self.x, swept
@@ -310,7 +318,7 @@ class _Chunks:
     ) -> None:  # fmt: skip
         """The substitution in reverse: fills dz and dcode, and completes dwrites."""
         step_size = self.step_size[part]
-        coupling = self.coupling[part].mT  # [s, t]: what row s fed into row t
+        coupling = self.coupling[part].mT.contiguous()  # [s, t]: what row s fed into row t
         dz, dcode, dwrites = dz[part], dcode[part], dwrites[part]
         if self.phi.linear:
             dwrites.copy_(
@@ -321,19 +329,16 @@ class _Chunks:
             torch.mul(step_size, dwrites, out=dz)
             dcode.copy_(dz)
             return
-        z, target, last = z[part], self.target[part], z.shape[1] - 1
-        through = None if through is None else through[part]
-        for t in range(last, -1, -1):
+        dz.zero_()
+        pieces = dwrites.transpose(0, 1).contiguous().unsqueeze(2)  # as in the substitution
+        slopes = None if through is None else through[part]
+        for t in range(z.shape[1] - 1, -1, -1):
             row = slice(t, t + 1)
-            dwrites_t = dwrites[:, row]
-            if t < last:
-                dwrites_t = torch.baddbmm(
-                    dwrites_t, coupling[:, row, t + 1 :], dz[:, t + 1 :], alpha=-1
-                )
-                dwrites[:, row] = dwrites_t
-            if through is not None:
-                torch.mul(through[:, row], dwrites_t, out=dz[:, row])
+            dwrite = pieces[t].baddbmm_(coupling[:, row], dz, alpha=-1)
+            if slopes is not None:
+                torch.mul(slopes[:, row], dwrite, out=dz[:, row])
             else:
                 dz[:, row], dcode[:, row] = self.phi.tangent(
-                    z[:, row], target[:, row], step_size[:, row] * dwrites_t
+                    z[part][:, row], self.target[part][:, row], step_size[:, row] * dwrite
                 )
+        dwrites.copy_(pieces.squeeze(2).transpose(0, 1))
