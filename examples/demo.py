@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+# Threads that wait for work sleep instead of spinning: other programs on the machine then slow this
+# down in proportion, and no more. OpenMP reads it when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
 from trellis.data import Corpus, prepare_corpus, train_tokenizer
 from trellis.evaluation.comparison import compare, load_comparison
 from trellis.figures import figure
+from trellis.mixers.transformer import AttentionState
+from trellis.models.cache import TrellisCache
 from trellis.models.modeling import TrellisForCausalLM
 from trellis.models.sampling import generate
 from trellis.training.run import load_run
@@ -27,15 +34,19 @@ VOCABULARY = 2048
 #: Numbers of tokens read after which memory and time are measured.
 MARKS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 #: Attention reads for so long; its time per token grows.
-ATTENTION_SECONDS = 60
-DECODED = 20  # tokens per measurement
-PROMPT = "def read_file(path):\n"
+ATTENTION_SECONDS = 30
+DECODED = 100  # tokens per measurement
+#: The sample goes on in the middle of a sentence: a small model that begins anew often begins with
+#: empty lines. A low temperature keeps it to words that it knows.
+PROMPT = 'def read(self, size=-1):\n    """Return the'
+TEMPERATURE = 0.5
 
 
 class Point(NamedTuple):
     tokens: int
     cache_bytes: int
-    seconds: float  # per decoded token
+    seconds: float  # per decoded token, the median
+    read: bool  # whether so many tokens were read, or the cache was filled with copies of a part
 
 
 def main() -> None:
@@ -89,10 +100,11 @@ def train_both(out: Path, corpus: Corpus) -> None:
 
 
 def sample(run: Path) -> None:
-    heading("A sample", f"generate {run} --prompt {PROMPT!r}")
+    heading("A sample", f"generate {run} --temperature {TEMPERATURE} --prompt ${PROMPT!r}")
     model, tokenizer = load_run(run)
     print(PROMPT, end="")
-    for text in generate(model, tokenizer, PROMPT, model.init_cache(1), max_tokens=150):
+    cache = model.init_cache(1)
+    for text in generate(model, tokenizer, PROMPT, cache, max_tokens=200, temperature=TEMPERATURE):
         print(text, end="", flush=True)
     print()
 
@@ -116,32 +128,48 @@ def read_on(out: Path, corpus: Corpus, runs: dict[str, Path]) -> None:
 
 @torch.no_grad()
 def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -> list[Point]:
-    """The size of the cache and the time of a decoded token at each mark within the time limit."""
+    """The size of the cache and the time of a decoded token at each mark.
+
+    After the time limit, in seconds, the model reads no further: its cache is filled up with copies
+    of what it holds. What is in it makes no difference to the time of a token.
+    """
     cache, points = model.init_cache(1), []
     start = time.monotonic()
     for mark in (m for m in MARKS if m <= ids.shape[1]):
-        while cache.seen < mark:
-            if limit is not None and time.monotonic() - start > limit:
-                return points
+        while cache.seen < mark and (limit is None or time.monotonic() - start < limit):
             model.read(ids[:, cache.seen : min(cache.seen + 1024, mark)], cache)
-        here = cache.clone()
-        times = []
+        read = cache.seen == mark
+        here = cache.clone() if read else stretched(cache, mark)
+        size, times = here.nbytes, []
         for token in range(DECODED):
             begin = time.perf_counter()
             model(ids[:, token : token + 1], past_key_values=here)
             times.append(time.perf_counter() - begin)
-        points.append(Point(mark, cache.nbytes, sorted(times)[DECODED // 2]))
+        points.append(Point(mark, size, sorted(times)[DECODED // 2], read))
     return points
+
+
+def stretched(cache: TrellisCache, tokens: int) -> TrellisCache:
+    """A cache of attention with so many columns, which repeat those of the given one."""
+    longer = cache.detach()
+    longer.states = [
+        AttentionState(
+            *(part[:, :, torch.arange(tokens) % cache.seen] for part in (state.keys, state.values)),
+            torch.full_like(state.length, tokens),
+        )
+        for state in longer.states
+    ]
+    return longer
 
 
 def table(points: dict[str, list[Point]]) -> None:
     print("| tokens read | Trellis: memory | time per token | attention: memory | time per token |")
     print("|---|---|---|---|---|")
-    attention = {point.tokens: point for point in points["transformer"]}
-    for point in points["trellis"]:
-        other = attention.get(point.tokens)
-        theirs = f"{_size(other)} | {other.seconds * 1e3:.2f} ms" if other else "not reached | "
-        print(f"| {point.tokens:,} | {_size(point)} | {point.seconds * 1e3:.2f} ms | {theirs} |")
+    for ours, theirs in zip(points["trellis"], points["transformer"]):
+        cells = (f"{_size(p)} | {p.seconds * 1e3:.2f} ms" for p in (ours, theirs))
+        print(f"| {ours.tokens:,} | {' | '.join(cells)}{'' if theirs.read else ' *'} |")
+    if not points["transformer"][-1].read:
+        print(f"\n* not read within {ATTENTION_SECONDS} seconds: the cache is filled with copies")
 
 
 def _size(point: Point) -> str:
@@ -150,24 +178,28 @@ def _size(point: Point) -> str:
 
 def draw(points: dict[str, list[Point]], path: Path) -> None:
     with figure(path, 2, figsize=(11, 4.2)) as (left, right):
-        for mixer, label in (("trellis", "Trellis"), ("transformer", "attention")):
+        for mixer, label, color in (
+            ("trellis", "Trellis", "C0"),
+            ("transformer", "attention", "C1"),
+        ):
             series = points[mixer]
-            tokens = [point.tokens for point in series]
-            left.plot(tokens, [p.cache_bytes / 2**20 for p in series], "o-", label=label)
-            right.plot(tokens, [p.seconds * 1e3 for p in series], "o-", label=label)
-        last = points["transformer"][-1]
-        heights = ((left, last.cache_bytes / 2**20), (right, last.seconds * 1e3))
-        for axes, height in heights:
-            axes.plot([last.tokens], [height], "X", color="C1", markersize=11)
-            axes.annotate(
-                f"last point within {ATTENTION_SECONDS} s", (last.tokens, height),
-                textcoords="offset points", xytext=(-12, -4), ha="right", color="C1",
-            )  # fmt: skip
-            axes.set(xscale="log", xlabel="tokens read", ylim=(0, 1.1 * axes.get_ylim()[1]))
-            axes.grid(alpha=0.3)
-            axes.legend(loc="center left")
+            read = [point for point in series if point.read]
+            for part, style, name in ((series, ":", None), (read, "o-", label)):
+                tokens = [point.tokens for point in part]
+                sizes = [point.cache_bytes / 2**20 for point in part]
+                left.plot(tokens, sizes, style, color=color, label=name)
+                times = [point.seconds * 1e3 for point in part]
+                right.plot(tokens, times, style, color=color, label=name)
+        for axes in (left, right):
+            axes.set(xscale="log", yscale="log", xlabel="tokens read")
+            axes.grid(alpha=0.3, which="both")
+            axes.legend()
         left.set(ylabel="MiB", title="Memory of what was read")
         right.set(ylabel="ms", title="Time of the next token")
+        if not points["transformer"][-1].read:
+            dotted = f"dotted: further than {ATTENTION_SECONDS} s of reading"
+            right.plot([], [], ":", color="C1", label=dotted)
+            right.legend()
 
 
 if __name__ == "__main__":
