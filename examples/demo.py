@@ -197,7 +197,7 @@ def draw(points: dict[str, list[Point]], path: Path) -> None:
         left.set(ylabel="MiB", title="Memory of what was read")
         right.set(ylabel="ms", title="Time of the next token")
         if not points["transformer"][-1].read:
-            dotted = f"dotted: further than {ATTENTION_SECONDS} s of reading"
+            dotted = f"after {ATTENTION_SECONDS} s of reading: filled with copies"
             right.plot([], [], ":", color="C1", label=dotted)
             right.legend()
 

@@ -14,10 +14,8 @@ from trellis.models import decoder
 from trellis.models.decoder import Decoder
 from trellis.ops.native import build
 
-PAPER = {"value_pass": "encode", "phi": "silu", "f": "ln_silu", "conv_bias": False, "skip": None,
-         "separate_gates": False, "half_life": None}  # fmt: skip
-DECODE = {"value_pass": "decode", "phi": "identity", "f": "silu", "conv_bias": True, "skip": 1.0,
-          "separate_gates": True, "half_life": (8, 2048)}  # fmt: skip
+PAPER = {"form": "paper", "psi": "identity"}
+DECODE = {"phi": "identity", "half_life": (8, 2048)}
 #: Models that the decoder takes.
 TAKEN = {
     "default": {"mixer": "trellis"},
@@ -151,14 +149,14 @@ def drawn_trellis():
             "conv_width": st.integers(0, 5),
             "conv_on": st.sampled_from([("q",), ("q", "k"), ("q", "k", "v", "alpha")]),
             "conv_bias": st.booleans(),
-            "skip": st.sampled_from([None, 0.7]),
+            "skip": st.sampled_from([False, 0.7]),
             "normalize": st.sampled_from([None, ("q", "k", "v"), ("q", "k")]),
             "lms_step": st.booleans(),
             "step": st.sampled_from(["sigmoid", "softplus", "constant"]),
             "step_max": pairs,
             "forget_gate": st.booleans(),
             "decay": st.sampled_from(["softplus", "sigmoid"]),
-            "half_life": st.none(),
+            "half_life": st.just(False),
             "separate_gates": st.booleans(),
             "normalize_alpha": st.booleans(),
         }
