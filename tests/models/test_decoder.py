@@ -38,7 +38,17 @@ TAKEN = {
     "untied": {"mixer": "trellis", "tie_word_embeddings": False, "vocab_size": 101},
 }
 every_model = pytest.mark.parametrize("name", TAKEN)
-pytestmark = pytest.mark.skipif(bool(decoder.missing_kernel()), reason="no C++ compiler")
+
+
+def compiler():
+    """Whether there is one. A kernel that it cannot compile fails the tests."""
+    try:
+        return build.find_compiler()
+    except build.NoKernel:
+        return None
+
+
+pytestmark = pytest.mark.skipif(not compiler(), reason="no C++ compiler")
 
 
 @pytest.fixture

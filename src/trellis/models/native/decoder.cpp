@@ -152,6 +152,25 @@ void product(const Matrix& m, const float* x, int64_t stride, int rows, const Th
 
 // ---- Small parts ----
 
+// How a loop reads and writes: whole vectors, or single numbers where fewer are left.
+struct Vectors {
+  typedef vf Number;
+  INLINE vf get(const float* p) { return load(p); }
+  INLINE void put(float* p, vf x) { store(p, x); }
+};
+
+struct Singles {
+  typedef float Number;
+  INLINE float get(const float* p) { return *p; }
+  INLINE void put(float* p, float x) { *p = x; }
+};
+
+// body(i, Vectors or Singles) for all of n numbers.
+template <class Body>
+INLINE void all(int n, Body body) {
+  each(n, [&](int i) { body(i, Vectors{}); }, [&](int i) { body(i, Singles{}); });
+}
+
 INLINE vf silu(vf x) { return x * select(x < -88.f, vf{}, vsigmoid(x)); }
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
@@ -197,18 +216,16 @@ struct Stream {
     if (weight) {
       float* past = tail + n * (width - 1) * channels + h * size;
       const float *w = weight + h * size, *b = bias ? bias + h * size : nullptr;
-      auto convolve = [&](int i, auto get, auto put, auto zero) {
-        auto y = b ? get(b + i) : zero;
-        for (int64_t j = 0; j < width - 1; j++) y += get(w + j * channels + i) * get(past + j * channels + i);
-        y += get(w + (width - 1) * channels + i) * get(x + i);
-        for (int64_t j = 0; j + 2 < width; j++) put(past + j * channels + i, get(past + (j + 1) * channels + i));
-        if (width > 1) put(past + (width - 2) * channels + i, get(x + i));
-        put(out + i, y);
-      };
-      each(size, [&](int i) { convolve(i, load, store, vf{}); },
-           [&](int i) {
-             convolve(i, [](const float* p) { return *p; }, [](float* p, float y) { *p = y; }, 0.f);
-           });
+      all(size, [&](int i, auto by) {
+        auto y = b ? by.get(b + i) : decltype(by.get(x)){};
+        for (int64_t j = 0; j < width - 1; j++)
+          y += by.get(w + j * channels + i) * by.get(past + j * channels + i);
+        y += by.get(w + (width - 1) * channels + i) * by.get(x + i);
+        for (int64_t j = 0; j + 2 < width; j++)
+          by.put(past + j * channels + i, by.get(past + (j + 1) * channels + i));
+        if (width > 1) by.put(past + (width - 2) * channels + i, by.get(x + i));
+        by.put(out + i, y);
+      });
     }
     if (weight || silu_alone)
       for (int i = 0; i < size; i += VL) store(out + i, silu(load(out + i)));
@@ -351,28 +368,30 @@ struct DeltaNet : Mixer {
         rate(call.tensor("rate").floats()), out_norm(call.tensor("out_norm").floats()) {}
 
   // COUNT numbers of all rows of the memory from column j on: decayed, corrected, read.
-  template <class Number, int COUNT, class Get, class Put>
+  template <class By, int COUNT>
   INLINE void columns(
-      float* memory, int64_t j, int step, float decay, const float* query, const float* keys,
-      const float* write, const float* values, float* y, int rows, int64_t width, Get get, Put put) {
+      float* memory, int64_t j, float decay, const float* query, const float* keys,
+      const float* write, const float* values, float* y, int rows, int64_t width) {
+    typedef typename By::Number Number;
+    constexpr int step = sizeof(Number) / 4;
     Number error[COUNT], answer[COUNT];
 #pragma GCC unroll 4
     for (int c = 0; c < COUNT; c++) error[c] = answer[c] = Number{};
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-      for (int c = 0; c < COUNT; c++) error[c] += get(memory + i * width + j + c * step) * keys[i];
+      for (int c = 0; c < COUNT; c++) error[c] += By::get(memory + i * width + j + c * step) * keys[i];
 #pragma GCC unroll 4
-    for (int c = 0; c < COUNT; c++) error[c] = get(values + j + c * step) - error[c] * decay;
+    for (int c = 0; c < COUNT; c++) error[c] = By::get(values + j + c * step) - error[c] * decay;
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
       for (int c = 0; c < COUNT; c++) {
         float* at = memory + i * width + j + c * step;
-        const Number next = get(at) * decay + error[c] * write[i];
-        put(at, next);
+        const Number next = By::get(at) * decay + error[c] * write[i];
+        By::put(at, next);
         answer[c] += next * query[i];
       }
 #pragma GCC unroll 4
-    for (int c = 0; c < COUNT; c++) put(y + j + c * step, answer[c]);
+    for (int c = 0; c < COUNT; c++) By::put(y + j + c * step, answer[c]);
   }
 
   void head(const float* row, int64_t n, int64_t h, Slots s, float* out) const override {
@@ -389,12 +408,11 @@ struct DeltaNet : Mixer {
     float* memory = floats(s, 0) + (n * heads + h) * rows * width;
     int64_t j = 0;
     for (; j + 4 * VL <= width; j += 4 * VL)
-      columns<vf, 4>(memory, j, VL, decay, query, keys, write, values, y, rows, width, load, store);
+      columns<Vectors, 4>(memory, j, decay, query, keys, write, values, y, rows, width);
     for (; j + VL <= width; j += VL)
-      columns<vf, 1>(memory, j, VL, decay, query, keys, write, values, y, rows, width, load, store);
+      columns<Vectors, 1>(memory, j, decay, query, keys, write, values, y, rows, width);
     for (; j < width; j++)
-      columns<float, 1>(memory, j, 1, decay, query, keys, write, values, y, rows, width,
-                        [](const float* p) { return *p; }, [](float* p, float x) { *p = x; });
+      columns<Singles, 1>(memory, j, decay, query, keys, write, values, y, rows, width);
     rms_norm(y, out_norm, eps, y, width);
     if (gated) {
       const float* gate = row + gate_at + h * width;
@@ -462,15 +480,11 @@ struct Attention : Mixer {
       }
       for (int j = 0; j < count; j++) total += weights[j];
       const float* at = values + from * size;
-      auto add = [&](int64_t d, auto get, auto put) {
-        auto y = get(sums + d) * shrink;
-        for (int j = 0; j < count; j++) y += get(at + j * size + d) * weights[j];
-        put(sums + d, y);
-      };
-      each(size, [&](int d) { add(d, load, store); },
-           [&](int d) {
-             add(d, [](const float* p) { return *p; }, [](float* p, float y) { *p = y; });
-           });
+      all(size, [&](int d, auto by) {
+        auto y = by.get(sums + d) * shrink;
+        for (int j = 0; j < count; j++) y += by.get(at + j * size + d) * weights[j];
+        by.put(sums + d, y);
+      });
     }
     for (int64_t d = 0; d < size; d++) out[h * size + d] = sums[d] / total;
   }
