@@ -364,3 +364,21 @@ def test_a_constant_series_stays_bounded(mode):
 def test_configuration_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         TrellisMixerConfig(**fields)
+
+
+def test_streams_keep_the_dtype_of_autocast_on_a_gpu(monkeypatch):
+    """Here the CPU stands for the GPU, where the memory's kernel takes 16-bit inputs."""
+    mixer = build_mixer("trellis", 32, 2)
+    x = torch.randn(1, 9, 32)
+    state = mixer.init_state(1)
+    found = {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("trellis.mixers.trellis.HALF_ON", (device,))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inputs, _ = mixer.project(x, state)
+        found[device] = inputs
+        assert inputs.gamma[0].dtype == inputs.log_beta[0].dtype == torch.float32
+    assert {t.dtype for t in found["cpu"][:4]} == {torch.bfloat16}
+    assert {t.dtype for t in found["cuda"][:3]} == {torch.float32}
+    for half, full in zip(found["cpu"][:3], found["cuda"][:3]):
+        assert relative_rms(half, full) < 4e-3

@@ -172,6 +172,15 @@ def bench_registers(
     record.keep(out, result)
 
 
+@app.command("rounding")
+def bench_rounding(lengths: Lengths = "1024,8192", threads: Threads = 0, out: Out = None) -> None:
+    """What the roundings of the bf16 GPU kernels cost, emulated, beside Gated DeltaNet's."""
+    from ..bench import rounding
+
+    record = Record("bench-rounding")
+    record.keep(out, rounding.run(numbers("lengths", lengths), record.say))
+
+
 class Record:
     """Prints what a benchmark says, and keeps it beside the raw result in NAME.json."""
 

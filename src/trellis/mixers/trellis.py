@@ -39,6 +39,8 @@ DECAYS = ("softplus", "sigmoid")
 STALE_STEPS = ("minibatch", "position", "none")
 #: Streams that may have a convolution.
 CONVOLVED = ("q", "k", "v", "alpha")
+#: Devices where q, k and v keep the dtype of autocast, which the memory's kernel is faster for.
+HALF_ON = ("cuda",)
 #: Added to |k|^2 and |v|^2 where the normalised-LMS step divides by them.
 LMS_EPSILON = 1e-6
 
@@ -112,6 +114,8 @@ class TrellisMixerConfig:
         phi is degenerate at zero (layernorm, l2norm, ln_silu).
     initial_memory_std: standard deviation from which learned memories are drawn.
     norm_eps: epsilon of the RMS norms.
+    recompute: on a GPU, the memory keeps its inputs alone for the backward and computes the rest
+        again, which takes less memory and more time.
     backend: which implementation of the memory runs, such as "auto" or "reference".
     """
 
@@ -147,6 +151,7 @@ class TrellisMixerConfig:
     learn_initial_memory: bool | None = None
     initial_memory_std: float = 1.0
     norm_eps: float = 1e-6
+    recompute: bool = False
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -170,6 +175,7 @@ class TrellisMixerConfig:
         checks.at_least("minibatch", self.minibatch, 1)
         checks.at_least("conv_width", self.conv_width, 0)
         self._check_step_max()
+        checks.flag("recompute", self.recompute)
         checks.flag("conv_bias", self.conv_bias)
         checks.flag("tie_queries", self.tie_queries)
         if self.skip is not False:
@@ -339,8 +345,9 @@ class TrellisMixer(Mixer):
             y = y[:, None]
         else:
             y, final = trellis_memory(
-                *inputs, output_final_state=True, cu_seqlens=cu_seqlens, **options
-            )
+                *inputs, output_final_state=True, cu_seqlens=cu_seqlens,
+                recompute=self.config.recompute, **options,
+            )  # fmt: skip
             assert final is not None
             memory = final
         return self.project_out(x, y, inputs.v), TrellisState(memory, **tails)
@@ -409,8 +416,9 @@ class TrellisMixer(Mixer):
         return wide(learned).expand(batch, *shape)
 
     def _heads(self, name: str, stream: Tensor) -> Tensor:
-        stream = wide(self._split(stream))
-        return unit_length(stream) if name in self.normalized else stream
+        split = self._split(stream)
+        heads = unit_length(wide(split)) if name in self.normalized else wide(split)
+        return heads.to(split.dtype) if split.device.type in HALF_ON else heads
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""
@@ -421,7 +429,7 @@ class TrellisMixer(Mixer):
         config = self.config
         largest = (1.0, 1.0) if config.step == "softplus" else config.step_maxima
         if self.gamma_proj is None:
-            share = k.new_ones(*x.shape[:2], self.heads)
+            share = wide(k).new_ones(*x.shape[:2], self.heads)
             shares = (share, share)
         else:
             gate = wide(self.gamma_proj(x))
@@ -433,9 +441,9 @@ class TrellisMixer(Mixer):
         same = shares[0] is shares[1] and largest[0] == largest[1]
         values = keys if same else shares[1] * largest[1]
         if config.lms_step:
-            keys = keys / (k.square().sum(-1) + LMS_EPSILON)
+            keys = keys / (wide(k).square().sum(-1) + LMS_EPSILON)
             if config.value_pass == "encode":  # decoding writes codes of unit length
-                values = values / (v.square().sum(-1) + LMS_EPSILON)
+                values = values / (wide(v).square().sum(-1) + LMS_EPSILON)
         return keys, values
 
     def _stale_factor(
