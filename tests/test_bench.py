@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 from tests.support import TABLE
 from tests.test_cli import run
 
-from trellis.bench import decoding, measure, mixers, model, ops, rounding
+from trellis.bench import decoding, gpu, measure, mixers, model, ops, registers, rounding
 from trellis.cli.bench import Record, app
 from trellis.mixers import MIXERS
+from trellis.ops.memory import triton as backend
 from trellis.training.recipe import from_dict
 
 
@@ -143,3 +145,21 @@ def test_roundings_of_bf16_stay_small():
         if row["op"].startswith("Trellis, encode"):
             assert row["states"] < 2e-5, row
             assert row["y"] < 2 * row["chunked"], row
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["gpu", "registers"])
+def test_without_a_gpu_or_triton_the_benchmark_says_so(name, monkeypatch):
+    monkeypatch.setattr(backend, "missing", lambda: "Triton is not installed")
+    action = gpu.device if name == "gpu" else lambda: registers.run([80], 64, [], print)
+    with pytest.raises(ModuleNotFoundError, match="here: Triton is not installed"):
+        action()
+
+
+def test_estimates_count_both_passes():
+    lines = []
+    rows = registers.estimates(8, 12, 2048, 64, lines.append)
+    forward = [row["ms"]["A100"] for row in rows[:3]]
+    assert rows[-2]["ms"]["A100"] == pytest.approx(sum(forward))
+    twice = registers.estimates(16, 12, 2048, 64, lines.append)
+    assert twice[1]["ms"]["A100"] == pytest.approx(2 * rows[1]["ms"]["A100"])  # a second wave

@@ -30,6 +30,7 @@ MEASURED = (
     "docs/benchmarks.md",
     "docs/lab-notebook.md",
     "docs/parity.md",
+    "docs/gpu.md",
 )
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 

@@ -46,7 +46,7 @@ def compare(case, limit=LIMIT):
 def drawn(seed):
     """A problem whose sizes, lengths and options are drawn."""
     draw = random.Random(seed)
-    key, value, slots = draw.sample(range(1, 40), 3)
+    key, value, slots = draw.sample(range(4, 40), 3)
     options = {
         "phi": draw.choice(["identity", "silu", "gelu", "tanh"]), "f": draw.choice(F_NAMES),
         "psi": draw.choice(["identity", "identity", *PSI_NAMES]),
@@ -78,6 +78,10 @@ def test_lengths(mode, tokens, error_at):
 def test_large_sizes(mode, size):
     sizes = {"key": size, "value": size - 3, "slots": size - 7}
     compare(problem(tokens=18, batch=1, heads=1, mode=mode, minibatch=16, **sizes))
+
+
+def test_small_sizes():
+    compare(problem(key=1, value=2, slots=3, tokens=9, phi="tanh"))
 
 
 @modes

@@ -34,14 +34,17 @@ BLOCKS, WARPS = (16, 32, 64), (2, 4, 8)
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU in Triton's interpreter. Raises RuntimeError where there is neither."""
+    """The GPU, or the CPU in Triton's interpreter.
+
+    Raises OSError where there is neither, ModuleNotFoundError without Triton.
+    """
     if backend.missing():
-        raise RuntimeError(f"the benchmark cannot run here: {backend.missing()}")
+        raise ModuleNotFoundError(f"the benchmark cannot run here: {backend.missing()}")
     if torch.cuda.is_available():
         return torch.device("cuda")
     if backend.interpreted():
         return torch.device("cpu")
-    raise RuntimeError(
+    raise OSError(
         "no GPU was found; TRITON_INTERPRET=1 runs the benchmark on a CPU to show that it works "
         "(choose small sizes: --batches 1 --lengths 32 --heads 1 --size 16 --preset none)"
     )

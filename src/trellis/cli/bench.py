@@ -163,13 +163,14 @@ def bench_registers(
     cases: Annotated[str, Option(help="Separated by semicolons.")] = "exact, encode",
     out: Out = None,
 ) -> None:
-    """The memory's GPU kernels compiled without a GPU: registers, spills, shared memory."""
+    """The memory's GPU kernels compiled without a GPU: registers, spills; estimates of times."""
     from ..bench import registers
 
     record = Record("bench-registers")
     chosen = [case.strip() for case in cases.split(";")]
-    result = registers.run(numbers("architectures", architectures), size, chosen, record.say)
-    record.keep(out, result)
+    compiled = registers.run(numbers("architectures", architectures), size, chosen, record.say)
+    estimates = registers.estimates(8, 12, 2048, size, record.say)
+    record.keep(out, {"compiled": compiled, "estimates": estimates})
 
 
 @app.command("rounding")

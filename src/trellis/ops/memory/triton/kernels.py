@@ -749,9 +749,9 @@ def back_stale(
     place, square = block_at(block * BM, 0, M, D, D, 1, BM, BD)
     dm = tl.load(dfinal + nh * (M * D) + place, mask=square, other=0.0)
     dpoint = tl.load(dfinal_anchor + nh * (M * D) + place, mask=square, other=0.0)
-    if (eos - bos + o) % MB == 0:
-        dm += dpoint
-        dpoint = tl.zeros((BM, BD), tl.float32)
+    whole = (eos - bos + o) % MB == 0  # the final anchor is the final memory
+    dm += tl.where(whole, dpoint, 0.0)
+    dpoint = tl.where(whole, 0.0, dpoint)
     count = tiles_of(bos, eos, o, MB)
     for k in range(0, count):
         i = count - 1 - k
@@ -775,12 +775,11 @@ def back_stale(
         if AFTER:
             dz = dz * tl.exp2(coarse + fine)[None, :]
         dpoint = mm_split(dz, xs, dpoint, P)
-        dm = dm * w
-        if new_batch:
-            dm += dpoint
-            dpoint = tl.zeros((BM, BD), tl.float32)
-        if new_chunk:
-            dm += tl.load(dreads + memories, mask=square, other=0.0).to(tl.float32)
+        # Selections and masks, not branches: a branch holds both sides in registers.
+        dm = dm * w + tl.where(new_batch, dpoint, 0.0)
+        dpoint = tl.where(new_batch, 0.0, dpoint)
+        begins = square & (tl.zeros((BM, 1), tl.int32) < tl.where(new_chunk, 1, 0))
+        dm += tl.load(dreads + memories, mask=begins, other=0.0).to(tl.float32)
         tl.store(total + to, narrow(dw, total.dtype.element_ty), mask=wanted)
     tl.store(dmemory + nh * (M * D) + place, dm, mask=square)
     tl.store(danchor + nh * (M * D) + place, dpoint, mask=square)

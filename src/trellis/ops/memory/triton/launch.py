@@ -35,6 +35,8 @@ def configuration(kernel: str, capability: int, dtype: torch.dtype) -> dict[str,
     if kernel in ("prepare", "write", "write_back"):
         return {"block": 64, "num_warps": 2 if wide else 1, "num_stages": 1}
     block = 32 if wide or capability < 90 else 64
+    if wide and kernel == "read" and capability >= 100:
+        block = 16
     return {"block": block, "num_warps": 4, "num_stages": 1}
 
 
