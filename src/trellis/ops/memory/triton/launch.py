@@ -25,15 +25,15 @@ PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32
 SLOTS, AHEAD = 16, 6
 
 
-def configuration(kernel: str, capability: int, dtype: torch.dtype) -> dict[str, int]:
+def configuration(kernel: str, capability: int, dtype: torch.dtype, size: int) -> dict[str, int]:
     """Columns that a kernel works on at once (block), warps and stages.
 
-    kernel: its name. capability: 80, 90, 100. Chosen so that registers do not spill (docs/gpu.md);
-    `trellis bench gpu --tune` measures others.
+    kernel: its name. capability: 80, 90, 100. size: the larger side of the memories. Chosen so
+    that registers do not spill (docs/gpu.md); `trellis bench gpu --tune` measures others.
     """
     wide = dtype == torch.float32
     if kernel in ("prepare", "write", "write_back"):
-        return {"block": 64, "num_warps": 2 if wide else 1, "num_stages": 1}
+        return {"block": 64, "num_warps": 2 if wide or size > 64 else 1, "num_stages": 1}
     block = 32 if wide or capability < 90 else 64
     if wide and kernel == "read" and capability >= 100:
         block = 16
@@ -105,8 +105,8 @@ def on(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _tuned(kernel: str, x: Tensor) -> dict[str, Any]:
-    return dict(configuration(kernel, capability(x.device), x.dtype))
+def _tuned(kernel: str, x: Tensor, *sizes: int) -> dict[str, Any]:
+    return dict(configuration(kernel, capability(x.device), x.dtype, max(sizes)))
 
 
 class _Pass(NamedTuple):
@@ -150,7 +150,7 @@ def _prepare(
     made = [x.new_empty(tiles, layout.heads, *s, dtype=torch.float32) for s in shapes]
     curve = x if z is None else torch.empty_like(z)
     d, m = one.sizes
-    tuned = _tuned("prepare", x)
+    tuned = _tuned("prepare", x, d, m)
     block = tuned.pop("block")
     kernels.prepare[(layout.places, layout.heads)](
         x, one.log_beta, one.gamma, x if z is None else z, one.target, *made, curve,
@@ -194,7 +194,7 @@ def write(
                 arguments += [*one[:4], *[x] * 4, one.memory, one.anchor, *results]
         if len(passes) == 1:
             arguments += [x] * 15
-        tuned = _tuned("write", x)
+        tuned = _tuned("write", x, *(n for one in passes for n in one.sizes))
         del tuned["block"]
         blocks = sum(-(-one.sizes[1] // SLOTS) for one in passes)
         kernels.write[(layout.sequences * layout.heads, blocks)](
@@ -255,7 +255,7 @@ def write_backward(
             arguments += [*dfinal, *blank, total, dends, *dmemory, *blank]
         if len(passes) == 1:
             arguments += [x] * 18
-        tuned = _tuned("write_back", x)
+        tuned = _tuned("write_back", x, *(n for one in passes for n in one.sizes))
         del tuned["block"]
         blocks = sum(-(-one.sizes[1] // SLOTS) for one in passes)
         kernels.write_back[(layout.sequences * layout.heads, blocks)](
@@ -268,7 +268,7 @@ def write_backward(
                 break
             writes, z, saved = kept[3 * i : 3 * i + 3]
             d, m = one.sizes
-            tuned = _tuned("finish_back", x)
+            tuned = _tuned("finish_back", x, d, m)
             block = tuned.pop("block")
             dx, dtarget, dlog_beta, dgamma = made[i * each : i * each + 4]
             kernels.finish_back[(layout.places, layout.heads)](
@@ -331,7 +331,7 @@ def _read_arguments(
     layout = Layout.of(x, minibatch, cu)
     ends = (writes, x) if transposed else (x, writes)
     inner, outer = (m, d) if transposed else (d, m)
-    tuned = _tuned(kernel, x)
+    tuned = _tuned(kernel, x, d, m)
     block = tuned.pop("block")
     strides = {"SI": d, "SO": 1} if transposed else {"SI": 1, "SO": d}
     constants = {
@@ -430,7 +430,7 @@ def step(
         constants |= {f"D{i}": d, f"M{i}": m, f"BD{i}": padded(d), f"BM{i}": padded(m)}
         constants |= {f"PHI{i}": phi}
     batch, heads = q.shape[0], q.shape[2]
-    tuned = _tuned("step", q)
+    tuned = _tuned("step", q, *(n for one in passes for n in one.sizes))
     del tuned["block"]
     if batch:
         with on(q.device):
