@@ -63,7 +63,7 @@ def test_json_is_all_that_is_printed():
     out = found("--json")
     assert out.exit_code == 0, out.stderr
     sizes = json.loads(out.stdout)["sizes"]["125m"]
-    assert sizes["trellis"]["parameters"] == 123_847_344
+    assert sizes["trellis"]["parameters"] == 123_202_800
     assert sizes["transformer"]["state_bytes"] is None
     assert "123,847,344" in out.stderr
     out = found("--json", "--quiet")

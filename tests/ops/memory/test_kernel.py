@@ -98,7 +98,7 @@ def test_what_the_kernel_cannot_take_is_an_error():
     with pytest.raises(ValueError, match=r"backend='native' cannot run here: .* torch.float64"):
         trellis_memory(**wide, backend="native")
     given = {name: tensor.float() for name, tensor in wide.items()}
-    with pytest.raises(ValueError, match="compress has 'chunked' and 'reference'"):
+    with pytest.raises(ValueError, match="compress has 'triton', 'chunked' and 'reference'"):
         compress(
             given["q"], given["k"], given["alpha"], given["log_beta"], given["gamma"],
             backend="native",
