@@ -65,7 +65,7 @@ def test_json_is_all_that_is_printed():
     sizes = json.loads(out.stdout)["sizes"]["125m"]
     assert sizes["trellis"]["parameters"] == 123_202_800
     assert sizes["transformer"]["state_bytes"] is None
-    assert "123,847,344" in out.stderr
+    assert "123,202,800" in out.stderr
     out = found("--json", "--quiet")
     assert (json.loads(out.stdout)["sizes"]["125m"], out.stderr) == (sizes, "")
     out = found("--quiet")
