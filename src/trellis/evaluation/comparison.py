@@ -25,6 +25,7 @@ does best on the held-out text itself, so that the count model is at its best.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -161,8 +162,7 @@ class Comparison:
                 hint = checks.did_you_mean(name, self.variants)
                 known = ", ".join(self.variants)
                 raise ValueError(f"mixers must be among {known}; got {name!r}{hint}")
-        part = Comparison.__new__(Comparison)
-        part.recipe = self.recipe
+        part = copy.copy(self)
         part.variants = {name: self.variants[name] for name in names}
         return part
 
