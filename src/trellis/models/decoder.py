@@ -401,7 +401,7 @@ TRELLIS_FIELDS = {
     "value_pass", "conv_width", "conv_on", "conv_bias", "tie_queries", "skip", "normalize",
     "lms_step", "step", "step_max", "step_bias", "forget_gate", "decay", "decay_rate",
     "decay_step", "half_life", "decay_temperature", "separate_gates", "normalize_alpha",
-    "learn_initial_memory", "initial_memory_std", "norm_eps", "backend",
+    "learn_initial_memory", "initial_memory_std", "norm_eps", "backend", "recompute",
 }  # fmt: skip
 
 Description = tuple[dict[str, Any], dict[str, Tensor], dict[str, list[Tensor]]]
