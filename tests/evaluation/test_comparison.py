@@ -107,6 +107,20 @@ def test_a_run_that_diverges_shows(tmp_path):
     assert any("not finite" in line for line in said)
 
 
+def test_a_run_that_is_given_up_is_not_the_best(tmp_path):
+    train = {"steps": 6, "warmup": 0.0, "clip": 0.0, "max_bad_steps": 2}
+    chosen = recipe(make_corpus(tmp_path), train=train, log={"every": 1, "validate_every": 1})
+    said = []
+    result = compare(of(chosen, "transformer", rates=[1e30, 1e-9]), tmp_path / "runs", said.append)
+    lost, kept = result["rows"]
+    assert (lost["rate"], lost["validation_loss"]) == (1e30, None)
+    assert kept["validation_loss"] is not None
+    assert result["table"][0]["rate"] == 1e-9
+    alone = compare(of(chosen, "transformer", rates=[1e30]), tmp_path / "alone", said.append)
+    assert alone["table"][0]["validation_loss"] is None
+    assert "not finite" in (tmp_path / "alone" / "comparison.md").read_text()
+
+
 def test_a_signal_stops_the_comparison_and_says_how_to_go_on(tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise loop.Interrupted("stopped", signal.SIGINT)

@@ -403,10 +403,15 @@ def _prepared(recipe: Recipe, say: Callable[[str], None]) -> Corpus:
 
 
 def _row(run: Run, recipe: Recipe, folder: Path, vocabulary: int) -> Row:
-    """What is known of a run after training; the losses of a run that diverged are None."""
+    """What is known of a run after training.
+
+    The validation loss is None if there is none of the last step: a run that was given up early
+    does not count with what it had reached before.
+    """
     records = read_metrics(folder)
     trained = [record for record in records if "loss" in record]
     validated = [r for r in records if r.get("validation_loss") is not None]
+    finished = bool(validated) and validated[-1]["step"] == recipe.steps
     config = recipe.model.config(vocabulary)
     return {
         **run._asdict(),
@@ -417,7 +422,7 @@ def _row(run: Run, recipe: Recipe, folder: Path, vocabulary: int) -> Row:
         "tokens": recipe.steps * recipe.rows * run.context,
         "first_loss": trained[0]["loss"],
         "last_loss": trained[-1]["loss"],
-        "validation_loss": validated[-1]["validation_loss"] if validated else None,
+        "validation_loss": validated[-1]["validation_loss"] if finished else None,
         "validation": [[r["step"], r["validation_loss"]] for r in validated],
         "skipped_steps": trained[-1].get("bad_steps", 0),
         "tokens_per_second": median_high(r["timing"]["tokens_per_second"] for r in trained),
@@ -450,12 +455,13 @@ def _write(
 def _summary(rows: list[Row]) -> Row:
     """The runs of a variant at one context, which differ in the seed: mean and spread."""
     names = ("variant", "context", "rate", "parameters", "state_bytes", "tokens")
-    losses = [_order(row["validation_loss"]) for row in rows]
+    losses = [row["validation_loss"] for row in rows]
+    finite = all(math.isfinite(_order(loss)) for loss in losses)
     return {
         **{name: rows[0][name] for name in names},
         "seeds": len(rows),
-        "validation_loss": fmean(losses),
-        "deviation": stdev(losses) if len(losses) > 1 else None,
+        "validation_loss": fmean(losses) if finite else None,
+        "deviation": stdev(losses) if finite and len(losses) > 1 else None,
         "skipped_steps": sum(row["skipped_steps"] for row in rows),
         "tokens_per_second": median_high(row["tokens_per_second"] for row in rows),
     }
@@ -471,7 +477,7 @@ def _table(table: list[Row], counted: float | None) -> list[str]:
     heads = ["variant", "context", "validation", "seeds", "rate", "parameters", "state",
              "skipped steps", "tokens/s"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for row in sorted(table, key=lambda row: (row["context"], row["validation_loss"])):
+    for row in sorted(table, key=lambda row: (row["context"], _order(row["validation_loss"]))):
         cells = [row["variant"], str(row["context"]),
                  _said(row["validation_loss"], row["deviation"]), str(row["seeds"]),
                  f"{row['rate']:g}", f"{row['parameters']:,}",
@@ -489,7 +495,8 @@ def _draw_contexts(table: list[Row], path: Path) -> None:
     with figure(path, figsize=(7, 4.5)) as axes:
         contexts = sorted({row["context"] for row in table})
         for name in dict.fromkeys(row["variant"] for row in table):
-            mine = sorted((row for row in table if row["variant"] == name),
+            mine = sorted((row for row in table
+                           if row["variant"] == name and row["validation_loss"] is not None),
                           key=lambda row: row["context"])  # fmt: skip
             losses = [row["validation_loss"] for row in mine]
             axes.plot([row["context"] for row in mine], [perplexity_of(x) for x in losses], "o-",
