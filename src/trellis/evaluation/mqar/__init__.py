@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ... import figures
-from ...mixers import MIXERS, Mixer
+from ...mixers import MIXERS
 from ...models.config import TrellisConfig
 from ...models.loss import IGNORED
 from ...models.modeling import TrellisForCausalLM
-from ...models.presets import match_parameters, weightless
+from ...models.presets import count_parameters, match_parameters, state_bytes
 from ...training.optimization import build_optimizer, learning_rate
 from ...training.recipe import Recipe, TrainSection
 from ..runner import Job, Record, Records, Report, Table, digest
@@ -128,20 +128,18 @@ class Learner:
             "mixer": mixer, "width": width, "fields": self.config.mixer_config,
             "intermediate_size": self.config.intermediate_size,
         }  # fmt: skip
-        self.shape = weightless(self.config)  # raises if the mixer cannot have this width
         shown = self.config.mixer_config.get(mixer, {})
         self.title = " ".join([mixer, *(f"{name}={value}" for name, value in shown.items())])
         self.name = f"{self.title} {width}"
         self.about = {
             "name": self.title,
             **self.identity,
-            "parameters": sum(parameter.numel() for parameter in self.shape.parameters()),
+            "parameters": count_parameters(self.config),  # raises if it cannot have this width
         }
 
     def state_size(self, setting: Setting) -> int:
         """The numbers that the model keeps of one sequence."""
-        mixers = [module for module in self.shape.modules() if isinstance(module, Mixer)]
-        return int(sum(mixer.state_size(setting.length) for mixer in mixers))
+        return state_bytes(self.config, setting.length) // 4
 
 
 def _common(preset: Preset, seed: int) -> dict[str, Any]:
