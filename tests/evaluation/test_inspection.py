@@ -160,7 +160,7 @@ def test_the_answer_is_the_memorys_own(value_pass):
     fields = {"psi": "tanh", "slots": 6, "value_pass": value_pass, "normalize": ("q", "k")}
     model = model_of(**fields)
     mixer = model.network.model.layers[1].mixer
-    assert mixer.slots != mixer.head_dim
+    assert mixer.slots != mixer.key_dim
     heard = []
     hook = mixer.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
     model.network.read(torch.tensor([IDS]))

@@ -184,7 +184,7 @@ def test_slots_of_the_key_memory_do_not_depend_on_their_number(slots):
 
 def test_defaults_follow_the_width():
     mixer = build_mixer("trellis", 96, 3)
-    assert (mixer.heads, mixer.head_dim, mixer.slots) == (3, 32, 32)
+    assert (mixer.heads, mixer.key_dim, mixer.value_dim, mixer.slots) == (3, 32, 32, 32)
     assert set(mixer.convolutions) == {"q", "k"}
     assert mixer.state_size() == 2 * 3 * 32 * 32 + 2 * 3 * 96
 

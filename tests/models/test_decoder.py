@@ -147,6 +147,8 @@ def drawn_trellis():
     pairs = st.sampled_from([1.0, (1.0, 0.5)])
     return st.fixed_dictionaries(
         {
+            "head_dim": st.one_of(st.none(), st.integers(1, 40)),
+            "expand_v": st.sampled_from([1, 2]),
             "slots": st.integers(1, 40),
             "phi": st.sampled_from(["identity", "silu", "gelu", "tanh", "ln_silu", "l2norm"]),
             "f": st.sampled_from(["ln_silu", "l2_silu", "softmax", "silu", "identity"]),

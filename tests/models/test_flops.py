@@ -134,7 +134,7 @@ def test_the_table_in_the_document_is_what_is_counted(name):
 def test_matrix_products_are_most_of_a_memory():
     """What the counter sees without added rules: two products of two operations per entry."""
     mixer, counted = definition("trellis", DIM, HEADS, TOKENS)
-    memories = 2 * mixer.heads * mixer.slots * mixer.head_dim
+    memories = mixer.heads * mixer.slots * (mixer.key_dim + mixer.value_dim)
     assert counted.products == 4 * memories
     assert counted.pointwise == 3 * memories
 

@@ -21,7 +21,7 @@ from .. import checks
 from ..ops import MemoryState, trellis_memory, trellis_memory_step, unit_length
 from ..ops.memory import BACKENDS, ERROR_AT, MODES, VALUE_PASSES
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
-from .base import Mixer, head_dim_of
+from .base import Mixer, expanded_dim, head_dim_of
 from .layers import (
     DecayGate,
     GatedNorm,
@@ -73,7 +73,9 @@ class TrellisMixerConfig:
         mode="exact", the row "b = 1" of the paper's ablation; its default is stale gradients with a
         mini-batch that it does not give.
     heads: number of heads; None takes the model's `num_attention_heads`.
-    slots: memory slots per head (m); None takes the head size.
+    head_dim: size of a head's queries and keys; None takes the width / heads.
+    expand_v: size of a head's values as a multiple of the size of its keys.
+    slots: memory slots per head (m); None takes the size of a head's keys.
     phi: non-linearity of the compression (identity is the paper's "linear").
     f: non-linearity between the passes. psi: non-linearity of the output.
     mode: "exact" takes the gradient at the memory before each token, "stale" at the memory before
@@ -121,6 +123,8 @@ class TrellisMixerConfig:
 
     form: str = "recommended"
     heads: int | None = None
+    head_dim: int | None = None
+    expand_v: float = 1.0
     slots: int | None = None
     phi: str = FROM_FORM
     f: str = FROM_FORM
@@ -182,6 +186,8 @@ class TrellisMixerConfig:
             checks.number("skip", self.skip)
         checks.at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
         checks.at_least("slots", self.slots, 1, optional=True)
+        checks.at_least("head_dim", self.head_dim, 1, optional=True)
+        checks.at_least("expand_v", self.expand_v, 0, whole=False)
         checks.at_least("heads", self.heads, 1, optional=True)
         self.conv_on = checks.streams("conv_on", self.conv_on, CONVOLVED) if self.conv_width else ()
         if self.normalize is None:
@@ -222,7 +228,8 @@ class TrellisMixerConfig:
 class MemoryInputs(NamedTuple):
     """The first arguments of `trellis_memory` for T tokens.
 
-    q, k, v: [B, T, H, head_dim]. alpha: [B, T, H, slots]. log_beta, gamma: [B, T, H] for each pass.
+    q, k: [B, T, H, key_dim]. v: [B, T, H, value_dim]. alpha: [B, T, H, slots].
+    log_beta, gamma: [B, T, H] for each pass.
     """
 
     q: Tensor
@@ -259,17 +266,20 @@ class TrellisMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head_dim = head_dim_of(dim, self.heads)
-        self.slots = config.slots or self.head_dim
+        self.key_dim = config.head_dim or head_dim_of(dim, self.heads)
+        self.value_dim = expanded_dim("expand_v", config.expand_v, self.key_dim, "key size")
+        self.slots = config.slots or self.key_dim
+        keys, values = self.heads * self.key_dim, self.heads * self.value_dim
+        codes = self.heads * self.slots
         self.normalized = config.normalize or ()
         passes = 2 if config.separate_gates else 1
         gates = self.heads * passes
 
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, dim, bias=False)
-        self.v_proj = nn.Linear(dim, dim, bias=False)
-        self.g_proj = nn.Linear(dim, dim, bias=False)
-        self.alpha_proj = nn.Linear(dim, self.heads * self.slots, bias=False)
+        self.q_proj = nn.Linear(dim, keys, bias=False)
+        self.k_proj = nn.Linear(dim, keys, bias=False)
+        self.v_proj = nn.Linear(dim, values, bias=False)
+        self.g_proj = nn.Linear(dim, values, bias=False)
+        self.alpha_proj = nn.Linear(dim, codes, bias=False)
         self.gamma_proj = nn.Linear(dim, gates) if config.step != "constant" else None
         self.beta_proj: nn.Linear | None = None
         self.decay: DecayGate | None = None
@@ -281,7 +291,7 @@ class TrellisMixer(Mixer):
                     gates, config.decay_rate, config.decay_step,
                     half_life=config.half_life or None, groups=passes,
                 )  # fmt: skip
-        widths = {"q": dim, "k": dim, "v": dim, "alpha": self.heads * self.slots}
+        widths = {"q": keys, "k": keys, "v": values, "alpha": codes}
         self.convolutions = StreamConvolutions(
             {name: widths[name] for name in config.conv_on},
             config.conv_width,
@@ -295,8 +305,8 @@ class TrellisMixer(Mixer):
         if config.learn_initial_memory:
             self.initial_keys = nn.Parameter(torch.empty(self._key_shape))
             self.initial_values = nn.Parameter(torch.empty(self._value_shape))
-        self.out_norm = GatedNorm(self.head_dim, config.norm_eps)
-        self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.out_norm = GatedNorm(self.value_dim, config.norm_eps)
+        self.o_proj = nn.Linear(values, dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -321,13 +331,13 @@ class TrellisMixer(Mixer):
 
     @property
     def _key_shape(self) -> tuple[int, int, int]:
-        return self.heads, self.slots, self.head_dim
+        return self.heads, self.slots, self.key_dim
 
     @property
     def _value_shape(self) -> tuple[int, int, int]:
         if self.config.value_pass == "encode":
-            return self.heads, self.slots, self.head_dim
-        return self.heads, self.head_dim, self.slots
+            return self.heads, self.slots, self.value_dim
+        return self.heads, self.value_dim, self.slots
 
     def forward(
         self, x: Tensor, state: TrellisState | None = None, cu_seqlens: Tensor | None = None
@@ -374,7 +384,7 @@ class TrellisMixer(Mixer):
         return MemoryInputs(q, k, v, alpha, self._decays(x), steps), tails
 
     def project_out(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """The mixer's output [B, T, dim], from y and v [B, T, H, head_dim] of the memory."""
+        """The mixer's output [B, T, dim], from y and v [B, T, H, value_dim] of the memory."""
         if self.skip is not None:
             y = y + wide(self.skip)[:, None] * v
         y = self.out_norm(y.to(x.dtype), self._split(self.g_proj(x)))
@@ -397,7 +407,7 @@ class TrellisMixer(Mixer):
         return TrellisState(memory, **self.convolutions.init_tails(batch))
 
     def state_size(self, tokens: int | None = None) -> float:
-        memories = self.heads * self.slots * self.head_dim * 2
+        memories = self.heads * self.slots * (self.key_dim + self.value_dim)
         if self.config.mode == "stale" and self.config.minibatch > 1:
             memories = 2 * memories + 1  # the anchors and the offset
         return memories + self.convolutions.state_size()
@@ -405,7 +415,7 @@ class TrellisMixer(Mixer):
     def flops(self, context: int) -> float:
         # Each of the two passes multiplies its memory by two vectors (the key and the query),
         # scales it by the forget gate and adds an outer product to it.
-        passes = 2 * self.heads * self.slots * self.head_dim * (3 * 2 + 1)
+        passes = self.heads * self.slots * (self.key_dim + self.value_dim) * (3 * 2 + 1)
         return passes + self.convolutions.flops()
 
     def _initial(

@@ -397,7 +397,7 @@ PLAIN = (
 #: Fields of a Trellis mixer that the kernel computes, whatever their value, or of which only the
 #: start of the weights or of the memories depends.
 TRELLIS_FIELDS = {
-    "form", "heads", "slots", "phi", "f", "psi", "mode", "minibatch", "error_at", "stale_step",
+    "form", "heads", "head_dim", "expand_v", "slots", "phi", "f", "psi", "mode", "minibatch", "error_at", "stale_step",
     "value_pass", "conv_width", "conv_on", "conv_bias", "tie_queries", "skip", "normalize",
     "lms_step", "step", "step_max", "step_bias", "forget_gate", "decay", "decay_rate",
     "decay_step", "half_life", "decay_temperature", "separate_gates", "normalize_alpha",
@@ -436,7 +436,7 @@ def _trellis(mixer: TrellisMixer) -> Description:
     unknown = {field.name for field in fields(config)} - TRELLIS_FIELDS
     if unknown:
         raise Unfit(f"it does not know the fields {', '.join(sorted(unknown))} of the mixer")
-    _check_size("trellis", max(mixer.head_dim, mixer.slots))
+    _check_size("trellis", max(mixer.key_dim, mixer.value_dim, mixer.slots))
     stale = config.mode == "stale" and config.minibatch > 1
     keys, values = config.step_maxima
     parts = {"q": mixer.q_proj, "k": mixer.k_proj, "v": mixer.v_proj, "alpha": mixer.alpha_proj,

@@ -258,7 +258,7 @@ struct Trellis : Mixer {
   std::string step, decay, stale_step;
   float step_max[2], temperature, eps;
   const float *step_bias, *decay_bias, *rate, *alpha_norm, *skip, *out_norm;
-  Mask code, key;
+  Mask code, value;
 
   explicit Trellis(const Call& call)
       : Mixer(call), q(call, "q", heads, false), k(call, "k", heads, false),
@@ -276,7 +276,7 @@ struct Trellis : Mixer {
         step_bias(call.tensor("step_bias").floats()),
         decay_bias(call.tensor("decay_bias").floats()), rate(call.tensor("rate").floats()),
         alpha_norm(call.tensor("alpha_norm").floats()), skip(call.tensor("skip").floats()),
-        out_norm(call.tensor("out_norm").floats()), code(alpha.size), key(v.size) {}
+        out_norm(call.tensor("out_norm").floats()), code(alpha.size), value(v.size) {}
 
   float step_size(const float* row, int64_t h, int pass) const {
     if (step == "constant") return step_max[pass];
@@ -299,8 +299,8 @@ struct Trellis : Mixer {
     k.take(row, n, h, floats(s, 6), keys);
     v.take(row, n, h, floats(s, 7), values);
     alpha.take(row, n, h, floats(s, 8), target);
-    const int m = alpha.size, d = v.size;
-    const Width slots = {m, padded(m), code.on}, width = {d, padded(d), key.on};
+    const int m = alpha.size, dk = k.size, d = v.size;
+    const Width slots = {m, padded(m), code.on}, width = {d, padded(d), value.on};
     if (alpha_norm) rms_norm(target, alpha_norm, eps, target, m);
     const int64_t offset = minibatch > 1 ? integers(s, 4)[n] : 0;
     // One pass: the memory, in place, after the token.
@@ -319,7 +319,7 @@ struct Trellis : Mixer {
       if (minibatch > 1 && offset + 1 == minibatch) std::memcpy(anchor, memory, 4 * size);
       return memory;
     };
-    step_read(write(0, keys, target, phi, slots, d), query, y, m, d);
+    step_read(write(0, keys, target, phi, slots, dk), query, y, m, dk);
     activate(f, y, query, slots);
     std::memset(y, 0, sizeof y);
     if (decode) {

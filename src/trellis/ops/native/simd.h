@@ -90,30 +90,47 @@ INLINE vf vnormal(vf x, vf& density) {
   return select(vabs(w) < 1.f, 0.5f + 0.5f * w * q, far);
 }
 
+#if defined(__AVX__)
+// Exchanges lanes between the rows i and i + STEP, for all i in which the bit STEP is not set.
+template <int STEP, int... LANE>
+INLINE void swap_lanes(const vf (&in)[VL], vf (&out)[VL]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++)
+    if (!(i & STEP)) {
+      out[i] = __builtin_shufflevector(in[i], in[i + STEP], LANE...);
+      out[i + STEP] = __builtin_shufflevector(in[i], in[i + STEP], (LANE + STEP)...);
+    }
+}
+
+// out[i][j] = in[j][i] for a block of VL x VL: swaps the off-diagonal quarters of ever smaller
+// blocks, down to 1 x 1.
+INLINE void transpose_square(const float* in, long in_stride, float* out, long out_stride) {
+  vf a[VL], b[VL];
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) a[i] = load(in + i * in_stride);
+#if defined(__AVX512F__)
+  swap_lanes<8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a, b);
+  swap_lanes<4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(b, a);
+  swap_lanes<2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
+  swap_lanes<1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(b, a);
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) store(out + i * out_stride, a[i]);
+#else
+  swap_lanes<4, 0, 1, 2, 3, 8, 9, 10, 11>(a, b);
+  swap_lanes<2, 0, 1, 8, 9, 4, 5, 12, 13>(b, a);
+  swap_lanes<1, 0, 8, 2, 10, 4, 12, 6, 14>(a, b);
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) store(out + i * out_stride, b[i]);
+#endif
+}
+#endif
+
 // out[i][j] = in[j][i] for a 16 x 16 block; `in` and `out` must not overlap.
 INLINE void transpose_block(const float* in, long in_stride, float* out, long out_stride) {
-#if defined(__AVX512F__)
-  vf a[16], b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) a[i] = load(in + i * in_stride);
-  // Swaps the off-diagonal quarters of ever smaller blocks: 8 x 8, 4 x 4, 2 x 2, 1 x 1.
-#define TRELLIS_SWAP(from, to, step, i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, \
-                     i14, i15)                                                                  \
-  _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) if (!(i & step)) {                      \
-    to[i] = __builtin_shufflevector(from[i], from[i + step], i0, i1, i2, i3, i4, i5, i6, i7,     \
-                                    i8, i9, i10, i11, i12, i13, i14, i15);                      \
-    to[i + step] = __builtin_shufflevector(                                                     \
-        from[i], from[i + step], i0 + step, i1 + step, i2 + step, i3 + step, i4 + step,         \
-        i5 + step, i6 + step, i7 + step, i8 + step, i9 + step, i10 + step, i11 + step,          \
-        i12 + step, i13 + step, i14 + step, i15 + step);                                        \
-  }
-  TRELLIS_SWAP(a, b, 8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-  TRELLIS_SWAP(b, a, 4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
-  TRELLIS_SWAP(a, b, 2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-  TRELLIS_SWAP(b, a, 1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
-#undef TRELLIS_SWAP
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) store(out + i * out_stride, a[i]);
+#if defined(__AVX__)
+  for (int i = 0; i < 16; i += VL)
+    for (int j = 0; j < 16; j += VL)
+      transpose_square(in + j * in_stride + i, in_stride, out + i * out_stride + j, out_stride);
 #else
   for (int i = 0; i < 16; i++)
     for (int j = 0; j < 16; j++) out[i * out_stride + j] = in[j * in_stride + i];
