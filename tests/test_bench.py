@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.support import TABLE
+from tests.support import TABLE, make_corpus, recipe
 from tests.test_cli import run
 
 from trellis.bench import decoding, gpu, measure, mixers, model, ops, registers, rounding
@@ -12,6 +12,7 @@ from trellis.cli.bench import Record, app
 from trellis.mixers import MIXERS
 from trellis.ops.memory import triton as backend
 from trellis.training.recipe import from_dict
+from trellis.training.run import train
 
 
 @pytest.mark.parametrize("name", ops.ALL)
@@ -98,6 +99,22 @@ def test_the_time_of_a_token_in_every_decoder(tmp_path, monkeypatch):
     assert (tmp_path / "decoding.png").stat().st_size > 10_000
 
 
+def test_the_loss_with_weights_in_bf16(tmp_path):
+    lines = []
+    text = tmp_path / "text.txt"
+    text.write_text("it was the best of times, it was the worst of times. " * 20)
+    trained = tmp_path / "run"
+    train(recipe(make_corpus(tmp_path / "corpus")), trained)
+    result = decoding.run_weights(trained, text, 6, lines.append)
+    exact, rounded, plain = result["losses"].values()
+    assert exact == pytest.approx(plain, rel=1e-5)
+    assert exact != rounded
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    assert lines[-2].startswith("| native, bf16 weights | ")
+    with pytest.raises(ValueError, match="must have 16 x 5000 tokens at least; it has"):
+        decoding.run_weights(trained, text, 5000, lines.append)
+
+
 def test_work_beside_a_busy_process(monkeypatch):
     given = []
 
@@ -115,7 +132,7 @@ def test_work_beside_a_busy_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["ops", "chunked", "model", "training", "stream", "decoding", "busy"]
+    "name", ["ops", "chunked", "model", "training", "stream", "decoding", "weights", "busy"]
 )
 def test_every_benchmark_is_a_command(name):
     assert name in {command.name for command in app.registered_commands}

@@ -1,4 +1,5 @@
-"""`trellis bench decoding` and `busy`: tokens one by one, and work beside another program."""
+"""`trellis bench decoding`, `weights` and `busy`: tokens one by one, what rounded weights cost, and
+work beside another program."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from .. import checks
 from ..figures import figure
 from ..models import decoder
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from ..models.presets import preset
+from ..training.run import load_run
 from . import measure
 
 Report = Callable[[str], None]
@@ -116,6 +120,34 @@ def filled_cache(model: TrellisForCausalLM, context: int, batch: int) -> Any:
     ]
     cache.seen = context
     return cache
+
+
+@torch.no_grad()
+def run_weights(run: Path, text: Path, tokens: int, report: Report) -> dict[str, Any]:
+    """The loss of a trained model on a text that it reads token by token, in every decoder.
+
+    Sixteen sequences of `tokens` tokens, from places that lie evenly over the text.
+    """
+    checks.at_least("tokens", tokens, 2)
+    model, tokenizer = load_run(run)
+    encoded = tokenizer.encode(text.read_text(encoding="utf-8"))
+    ids = torch.as_tensor(encoded, dtype=torch.long)
+    if len(ids) < 16 * tokens:
+        raise ValueError(f"{text} must have 16 x {tokens} tokens at least; it has {len(ids)}")
+    starts = [i * (len(ids) - tokens) // 15 for i in range(16)]
+    rows = torch.stack([ids[start : start + tokens] for start in starts])
+    report(f"{run.name}, 16 x {tokens} tokens of {text.name}\n")
+    report("| decoder | nats per token | more than in fp32 |\n|---|---|---|")
+    losses: dict[str, float] = {}
+    for name, choice in DECODERS.items():
+        with _decoder(choice):
+            cache, total = model.init_cache(16), 0.0
+            for t in range(tokens - 1):
+                logits = model(rows[:, t : t + 1], past_key_values=cache).logits[:, -1]
+                total += float(F.cross_entropy(logits.float(), rows[:, t + 1]))
+        losses[name] = total / (tokens - 1)
+        report(f"| {name} | {losses[name]:.5f} | {losses[name] - losses['native']:.5f} |")
+    return {"run": run.name, "text": text.name, "tokens": tokens, "losses": losses}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

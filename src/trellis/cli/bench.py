@@ -89,6 +89,21 @@ def bench_decoding(
     return record.keep(out, result, decoding.draw)
 
 
+@app.command("weights")
+def bench_weights(
+    run: Annotated[Path, Argument(help="A run, or an exported model.")],
+    text: Annotated[Path, Argument(help="A text file that the model was not trained on.")],
+    tokens: Annotated[int, Option(help="Tokens of each of 16 sequences.")] = 512,
+    threads: Threads = 0,
+    out: Out = None,
+) -> Any:
+    """What weights in bf16 cost: the loss of a model that reads token by token, in each decoder."""
+    from ..bench import decoding
+
+    record = Record("bench-weights")
+    return record.keep(out, decoding.run_weights(run, text, tokens, record.say))
+
+
 @app.command("busy")
 def bench_busy(
     seconds: Annotated[float, Option(help="Time of each measurement.")] = 3.0,

@@ -61,7 +61,12 @@ INLINE void product(
     else
       tiles<16, 1>(rows, cols, K, a, ar, ak, b, bk, done);
   } else {
-    tiles<4, 2>(rows, cols, K, a, ar, ak, b, bk, done);
+    // Six rows fill the registers of AVX2, four those of SSE; the rest of the rows is 0, 4 or 8.
+    constexpr int R = VL == 8 ? 6 : 4;
+    const int most = rows % R == 2 ? rows - 8 : rows - rows % R;
+    tiles<R, 2>(most, cols, K, a, ar, ak, b, bk, done);
+    tiles<4, 2>(rows - most, cols, K, a + most * ar, ar, ak, b, bk,
+                [&](int r, int c, vf v) { done(most + r, c, v); });
   }
 }
 
