@@ -397,11 +397,12 @@ PLAIN = (
 #: Fields of a Trellis mixer that the kernel computes, whatever their value, or of which only the
 #: start of the weights or of the memories depends.
 TRELLIS_FIELDS = {
-    "form", "heads", "head_dim", "expand_v", "slots", "phi", "f", "psi", "mode", "minibatch", "error_at", "stale_step",
-    "value_pass", "conv_width", "conv_on", "conv_bias", "tie_queries", "skip", "normalize",
-    "lms_step", "step", "step_max", "step_bias", "forget_gate", "decay", "decay_rate",
-    "decay_step", "half_life", "decay_temperature", "separate_gates", "normalize_alpha",
-    "learn_initial_memory", "initial_memory_std", "norm_eps", "backend", "recompute",
+    "form", "heads", "head_dim", "expand_v", "slots", "phi", "f", "psi", "mode", "minibatch",
+    "error_at", "stale_step", "value_pass", "conv_width", "conv_on", "conv_bias", "tie_queries",
+    "skip", "normalize", "lms_step", "step", "step_max", "step_bias", "forget_gate", "decay",
+    "decay_rate", "decay_step", "half_life", "decay_temperature", "separate_gates",
+    "normalize_alpha", "learn_initial_memory", "initial_memory_std", "norm_eps", "backend",
+    "recompute",
 }  # fmt: skip
 
 Description = tuple[dict[str, Any], dict[str, Tensor], dict[str, list[Tensor]]]

@@ -84,11 +84,7 @@ struct Matrix {
 };
 
 INLINE vf widened(const float* p) { return load(p); }
-INLINE vf widened(const uint16_t* p) {
-  typedef uint16_t half __attribute__((vector_size(VL * 2), aligned(2), may_alias));
-  typedef uint32_t whole __attribute__((vector_size(VL * 4)));
-  return (vf)(__builtin_convertvector(*reinterpret_cast<const half*>(p), whole) << 16);
-}
+INLINE vf widened(const uint16_t* p) { return from_bfloat(bits_at(p)); }
 
 // out [G][PANEL]: the products of one panel with G rows x, `stride` apart.
 template <int G, class W>

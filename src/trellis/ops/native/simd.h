@@ -24,6 +24,42 @@ INLINE vf splat(float x) { return x - vf{}; }  // x - 0 is x; x + 0 would lose -
 INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
+// Numbers of half precision, as their bits, to floats and back, rounded to nearest even. NaN stays
+// NaN.
+typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+
+INLINE vu bits_at(const uint16_t* p) {
+  return __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
+}
+INLINE void store_bits(uint16_t* p, vu x) {
+  *reinterpret_cast<vh*>(p) = __builtin_convertvector(x, vh);
+}
+INLINE vu pick(vi mask, vu yes, vu no) { return mask ? yes : no; }
+
+INLINE vf from_bfloat(vu h) { return (vf)(h << 16); }
+
+INLINE vu to_bfloat(vf x) {
+  const vu bits = (vu)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return pick(x == x, rounded, bits >> 16 | 0x40);
+}
+
+INLINE vf from_half(vu h) {
+  const vu sign = (h & 0x8000) << 16, rest = h & 0x7fff;
+  // A half's exponent and fraction, read as a float, are off by a power of two; also subnormal.
+  const vu finite = (vu)((vf)(rest << 13) * 5.192296858534828e33f);  // 2^112
+  return (vf)(sign | pick((vi)(rest >= 0x7c00), 0x7f800000 | (rest & 0x3ff) << 13, finite));
+}
+
+INLINE vu to_half(vf x) {
+  const vu sign = (vu)x >> 16 & 0x8000, rest = (vu)x & 0x7fffffff;
+  const vu subnormal = (vu)((vf)rest + 0.5f) - 0x3f000000;  // the addition rounds
+  const vu normal = (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13;
+  const vu finite = pick((vi)(rest < 0x38800000), subnormal, normal);
+  const vu large = pick((vi)(rest >= 0x477ff000), vu{} + 0x7c00, finite);  // rounds to infinity
+  return sign | pick((vi)(rest > 0x7f800000), vu{} + 0x7e00, large);
+}
+
 // The sum of all lanes, by halves.
 INLINE float sum(vf x) {
 #if defined(__AVX512F__)

@@ -66,43 +66,6 @@ struct Call {
   }
 };
 
-static inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-static inline uint32_t to_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-static inline float from_half(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
-  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // A half's exponent and fraction, read as a float, are off by a power of two; also subnormal.
-  return from_bits(sign | to_bits(from_bits(rest << 13) * from_bits(0x77800000)));
-}
-
-static inline uint16_t to_half(float x) {
-  const uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-  if (rest > 0x7f800000) return sign | 0x7e00;
-  if (rest >= 0x477ff000) return sign | 0x7c00;  // rounds to infinity
-  if (rest < 0x38800000) {  // subnormal: let the addition round
-    const float aligned = from_bits(rest) + 0.5f;
-    return sign | (to_bits(aligned) - to_bits(0.5f));
-  }
-  const uint32_t rounded = rest + 0xfff + (rest >> 13 & 1) - 0x38000000;
-  return sign | rounded >> 13;
-}
-
-static inline uint16_t to_bfloat(float x) {
-  const uint32_t bits = to_bits(x);
-  if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40;  // NaN
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
 // Rows are short: a loop beats the call of memcpy.
 INLINE void copy(const float* in, float* out, int n) {
   int i = 0;
@@ -110,22 +73,47 @@ INLINE void copy(const float* in, float* out, int n) {
   for (; i < n; i++) out[i] = in[i];
 }
 
+// n numbers of half precision to floats, or back, by vectors; the last one in a buffer of its own.
+template <class Convert>
+INLINE void widen(const uint16_t* in, float* out, int n, Convert convert) {
+  int i = 0;
+  for (; i + VL <= n; i += VL) store(out + i, convert(bits_at(in + i)));
+  if (i == n) return;
+  uint16_t rest[VL] = {};
+  float last[VL];
+  std::memcpy(rest, in + i, 2 * (n - i));
+  store(last, convert(bits_at(rest)));
+  std::memcpy(out + i, last, 4 * (n - i));
+}
+
+template <class Convert>
+INLINE void narrow(const float* in, uint16_t* out, int n, Convert convert) {
+  int i = 0;
+  for (; i + VL <= n; i += VL) store_bits(out + i, convert(load(in + i)));
+  if (i == n) return;
+  float rest[VL] = {};
+  uint16_t last[VL];
+  std::memcpy(rest, in + i, 4 * (n - i));
+  store_bits(last, convert(load(rest)));
+  std::memcpy(out + i, last, 2 * (n - i));
+}
+
 static inline void read_row(const Tensor& x, int64_t at, float* out, int n) {
   if (x.type == FLOAT32) return copy(static_cast<const float*>(x.data) + at, out, n);
   const uint16_t* p = static_cast<const uint16_t*>(x.data) + at;
   if (x.type == BFLOAT16)
-    for (int i = 0; i < n; i++) out[i] = from_bits(uint32_t(p[i]) << 16);
+    widen(p, out, n, [](vu h) { return from_bfloat(h); });
   else
-    for (int i = 0; i < n; i++) out[i] = from_half(p[i]);
+    widen(p, out, n, [](vu h) { return from_half(h); });
 }
 
 static inline void write_row(const Tensor& x, int64_t at, const float* in, int n) {
   if (x.type == FLOAT32) return copy(in, static_cast<float*>(x.data) + at, n);
   uint16_t* p = static_cast<uint16_t*>(x.data) + at;
   if (x.type == BFLOAT16)
-    for (int i = 0; i < n; i++) p[i] = to_bfloat(in[i]);
+    narrow(in, p, n, [](vf v) { return to_bfloat(v); });
   else
-    for (int i = 0; i < n; i++) p[i] = to_half(in[i]);
+    narrow(in, p, n, [](vf v) { return to_half(v); });
 }
 
 // `count` tokens from `token` on into the first rows of out [16][np]; zeros elsewhere. The rows of a
