@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import problem, projection, relative_rms
 
-from trellis.ops import compress, delta_rule, trellis_memory
+from trellis.ops import MemoryState, compress, delta_rule, trellis_memory
 from trellis.ops.memory import ERROR_AT
 from trellis.ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES
 
@@ -165,3 +165,23 @@ def test_a_linear_key_pass_with_the_error_after_the_decay_is_the_gated_delta_rul
     expected = [y, final.mT, *(leaf.grad for leaf in leaves)]
     for place, (one, other) in enumerate(zip(key_pass(given, state, backend, dtype), expected)):
         assert relative_rms(one, other) < limit, place
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [16, 19])
+def test_every_finite_number_of_half_precision_is_read_and_rounded(dtype, size):
+    """A memory that only scales: y is what torch rounds it to, for every bit pattern of q."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    q = torch.zeros(-(-len(numbers) // size) * size, dtype=dtype)
+    q[: len(numbers)] = numbers
+    q = q.view(1, -1, 1, size)
+    zeros = torch.zeros_like(q)
+    gate = torch.zeros(q.shape[:3])
+    unit = torch.eye(size)[None, None]
+    scale = 0.8765432
+    y, _ = trellis_memory(
+        q, zeros, zeros, zeros, gate, gate, phi="identity", f="identity",
+        initial_state=MemoryState(unit, scale * unit), backend="native",
+    )  # fmt: skip
+    assert torch.equal(y, (q.float() * scale).to(dtype))
