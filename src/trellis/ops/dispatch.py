@@ -15,7 +15,7 @@ from .. import checks
 
 VARIABLE = "TRELLIS_BACKEND"
 #: The names that TRELLIS_BACKEND takes. An op without the named backend chooses as for "auto".
-BACKENDS = ("auto", "reference", "chunked", "native", "triton")
+BACKENDS = ("auto", "reference", "chunked", "native", "triton", "fla")
 
 Result = TypeVar("Result")
 

@@ -10,13 +10,14 @@ again when its gradients are due, so it never exists for more than one segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks
+from . import fla
 from .dispatch import Backend, Backends, no_autocast, refuse_double_backward, uncompiled
 
 Tensors = tuple[Tensor, ...]
@@ -61,6 +62,11 @@ class Recurrence:
     #: How many of the state's tensors, the first ones, differ from segment to segment in what
     #: `backward` reads of them. The others are kept once. None stands for all.
     changing: ClassVar[int | None] = None
+    #: The function of ops/fla.py that computes a Call by kernels of flash-linear-attention, or why
+    #: there is none.
+    adapter: ClassVar[Callable[[Call], tuple[Tensor, Tensors]] | str] = (
+        "flash-linear-attention has no such recurrence"
+    )
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         """Heads and width of y, for inputs [B, T, heads, ...]."""
@@ -120,7 +126,8 @@ def run(
     offset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensors]:
-    """y [B, T, heads, width] and the final states, in the dtype of `state`.
+    """y [B, T, heads, width] and the final states, in the dtype of `state`; y by fla's kernels in
+    that of the inputs.
 
     inputs: [B, T, heads, ...] each, B = 1 with cu_seqlens. state: [N, ...] each, in the dtype of
     the computation. offset: [N], integer, for recurrences over mini-batches: how many tokens of
@@ -163,6 +170,7 @@ def _run_chunked(call: Call) -> tuple[Tensor, Tensors]:
 
 
 _BACKENDS = Backends(
+    Backend("fla", fla.run, fla.unfit, fla.missing),
     Backend("chunked", _run_chunked, one_token=False),
     Backend("reference", _run_reference),
 )

@@ -12,6 +12,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from .. import fla
 from ..decay import Decay, flushed, log_decay_gradient
 from ..recurrence import Inputs, Recurrence, Rounds, Tensors
 from .reference import delta_rule_reference
@@ -25,6 +26,8 @@ class DeltaRule(Recurrence):
     scale: float
     #: Half of what other recurrences take: the systems cost the square of it.
     chunk: int = 32
+
+    adapter = fla.delta_rule
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         _, _, v, _, _ = cast(_Given, inputs)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import fla
 from ..recurrence import Inputs, Recurrence, Rounds, Tensors, replaced
 from .reference import gated_slots_reference
 from .weights import LEAF, Constant, Decaying, Pass
@@ -36,6 +37,8 @@ class GatedSlots(Recurrence):
     """Inputs q, k, v, write, log_decay (None: no decay); state keys, values."""
 
     scale: float
+
+    adapter = fla.gated_slots
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         _, _, v, _ = _given(inputs)

@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from .. import fla
 from ..decay import Decay, log_decay_gradient
 from ..recurrence import Inputs, Recurrence, Rounds, Tensors, replaced
 from .reference import linear_attention_reference
@@ -26,6 +27,8 @@ _Given: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class LinearAttention(Recurrence):
     """inputs: q, k [.., G, K]; v [.., G, R, V]; log_decay [.., G, R] or None.
     state: the memory [N, G, R, K, V]. y: [.., G, R * V]."""
+
+    adapter = fla.linear_attention
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         _, _, v, _ = cast(_Given, inputs)

@@ -29,6 +29,10 @@ class TTT(Recurrence):
     chunk: int = 16
     #: The model. No segment after the first continues a mini-batch, so none reads pending.
     changing: ClassVar[int | None] = 1
+    adapter = (
+        "flash-linear-attention's TTT has a step size for every token that reads the model, not "
+        "for every token that is written to it"
+    )
 
     def output(self, inputs: Inputs) -> tuple[int, int]:
         q = cast(Tensors, inputs)[0]
