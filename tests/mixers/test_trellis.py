@@ -373,7 +373,7 @@ def test_streams_keep_the_dtype_of_autocast_on_a_gpu(monkeypatch):
     state = mixer.init_state(1)
     found = {}
     for device in ("cpu", "cuda"):
-        monkeypatch.setattr("trellis.mixers.trellis.HALF_ON", (device,))
+        monkeypatch.setattr("trellis.mixers.layers.HALF_ON", (device,))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inputs, _ = mixer.project(x, state)
         found[device] = inputs

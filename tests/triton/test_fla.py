@@ -6,6 +6,7 @@ cannot do are made up for below.
 
 import builtins
 import importlib
+import math
 import os
 import sys
 
@@ -22,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime.autotuner import Autotuner
 
 from trellis.mixers import build_mixer
-from trellis.ops import delta_rule, fla, gated_slots
+from trellis.ops import fla
 
 LIMIT = 1e-5
 #: Problems of the common suite that fla can compute.
@@ -64,26 +65,24 @@ def kernels(monkeypatch):
 def naive(name):
     """The definition that belongs to an op of fla, with the op's arguments."""
 
-    def op(*tensors, cu_seqlens=None, initial_state, **rest):
+    def op(*tensors, initial_state, cu_seqlens=None, **rest):
         if cu_seqlens is None:
             return define(*tensors, initial_state=initial_state, **rest)
-        bounds = cu_seqlens.tolist()
-        given = dict(enumerate(tensors)) | {n: x for n, x in rest.items() if torch.is_tensor(x)}
-        plain = {n: x for n, x in rest.items() if n not in given}
+        single = torch.is_tensor(initial_state)
+        states = (initial_state,) if single else initial_state
         outputs, finals = [], []
+        bounds = cu_seqlens.tolist()
         for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-            part = {key: x[:, begin:end] for key, x in given.items()}
-            start = initial_state
-            start = tuple(s[n : n + 1] for s in start) if isinstance(start, tuple) else start[n][None]
-            positional = [part.pop(place) for place in range(len(tensors))]
-            if begin == end:
-                finals.append(start)
-                continue
-            y, final = define(*positional, initial_state=start, **part, **plain)
-            outputs.append(y)
+            final = [state[n : n + 1] for state in states]
+            if begin < end:
+                part = [x[:, begin:end] for x in tensors]
+                named = {k: x[:, begin:end] if torch.is_tensor(x) else x for k, x in rest.items()}
+                y, final = define(*part, initial_state=final[0] if single else final, **named)
+                outputs.append(y)
+                final = [final] if single else final
             finals.append(final)
-        joined = torch.cat if torch.is_tensor(initial_state) else lambda f: [*map(torch.cat, zip(*f))]
-        return torch.cat(outputs, dim=1), joined(finals)
+        joined = [torch.cat(parts) for parts in zip(*finals)]
+        return torch.cat(outputs, dim=1), joined[0] if single else joined
 
     def define(q, k, v, **given):
         kind = name.removeprefix("chunk_").removeprefix("fused_recurrent_")
@@ -124,3 +123,31 @@ def test_the_definition(on_the_cpu, name, shape):
     for what, value in expected.items():
         error = relative_rms(actual[what], value)
         assert error <= LIMIT, f"{what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["gated delta rule", "linear attention, decay", "gated slots"])
+def test_decays_to_nothing(on_the_cpu, name):
+    """-inf becomes e^-30; the sums then have fewer digits left for weak decays."""
+    case = CASES[name](Shape(tokens=20, batch=1, heads=1))
+    case.over_tokens["log_decay"][:, 7] = -math.inf
+    expected = results(case, None, "reference", torch.float64)
+    for what, value in results(case, None, "fla", torch.float32).items():
+        assert relative_rms(value, expected[what]) <= LIMIT, what
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "gsa", "abc", "linear_attention",
+                                  "mamba2"])  # fmt: skip
+def test_decoding(on_the_cpu, name):
+    """Mixers token by token, by the kernels for it."""
+    sides = []
+    x = torch.randn(2, 3, 32)
+    mixer = build_mixer(name, 32, 2)
+    for backend in ("fla", "reference"):
+        mixer.config.backend = backend
+        state, outputs = None, []
+        for token in x.split(1, dim=1):
+            y, state = mixer(token, state)
+            outputs.append(y)
+        sides.append(torch.cat(outputs, dim=1))
+    assert relative_rms(*sides) <= LIMIT

@@ -21,7 +21,15 @@ from .. import checks
 from ..ops import delta_rule, silu_product, unit_length
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, expanded_dim, head_dim_of
-from .layers import DecayGate, RMSNorm, StreamConvolutions, blank_state, sequences, wide
+from .layers import (
+    DecayGate,
+    RMSNorm,
+    StreamConvolutions,
+    as_projected,
+    blank_state,
+    sequences,
+    wide,
+)
 
 #: The authors draw the rate from (0, 16). Here it starts above 0, because the log of 0 is -inf.
 DECAY_RATE = (1e-4, 16.0)
@@ -140,7 +148,8 @@ class DeltaNetMixer(Mixer):
         streams, tails = self.convolutions(projected, state, cu_seqlens)
         q, k, v = (self._heads(name, streams[name]) for name in ("q", "k", "v"))
         y, memory = delta_rule(
-            unit_length(wide(q)), unit_length(wide(k)), v, self._corrections(x), self._decays(x),
+            as_projected(unit_length(wide(q)), q), as_projected(unit_length(wide(k)), k), v,
+            self._corrections(x), self._decays(x),
             initial_state=state.memory, output_final_state=True,
             cu_seqlens=cu_seqlens, backend=self.config.backend,
         )  # fmt: skip

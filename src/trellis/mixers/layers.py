@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from ..ops import causal_convolution, gated_norm, rms_norm
 
+#: Devices where what a memory reads keeps the dtype of autocast, which kernels are faster for.
+HALF_ON = ("cuda",)
+
 
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dimension, computed by trellis.ops.rms_norm, which may be fused."""
@@ -210,6 +213,11 @@ def assign_(parameter: Tensor, value: Tensor) -> None:
 def wide(x: Tensor) -> Tensor:
     """x in fp32, or as it is in fp64: gates and norms are never computed in half precision."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def as_projected(x: Tensor, projected: Tensor) -> Tensor:
+    """x, computed from `projected` in fp32: on a GPU in the dtype of that, elsewhere as it is."""
+    return x.to(projected.dtype) if projected.device.type in HALF_ON else x
 
 
 def sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -20,7 +20,7 @@ from .. import checks
 from ..ops import LinearAttentionState, linear_attention, silu_product
 from ..ops.recurrence import BACKENDS
 from .base import Mixer, head_dim_of
-from .layers import RMSNorm, StreamConvolutions, blank_state, sequences, wide
+from .layers import RMSNorm, StreamConvolutions, as_projected, blank_state, sequences, wide
 
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
 
@@ -116,9 +116,10 @@ class LinearAttentionMixer(Mixer):
         features = FEATURE_MAPS[config.feature_map]
         projected = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
         streams, tails = self.convolutions(projected, state, cu_seqlens)
-        q, k = (features(wide(self._split(streams[name]))) for name in ("q", "k"))
+        q, k, v = (self._split(streams[name]) for name in ("q", "k", "v"))
+        q, k = (as_projected(features(wide(x)), x) for x in (q, k))
         y, memory = linear_attention(
-            q, k, self._split(streams["v"]),
+            q, k, v,
             scale=1.0 if config.normalize else self.head_dim**-0.5,
             normalize=bool(config.normalize), eps=config.normalizer_eps,
             initial_state=state.memory, output_final_state=True,

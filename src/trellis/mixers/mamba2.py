@@ -21,7 +21,7 @@ from .. import checks
 from ..ops import linear_attention, silu_product
 from ..ops.recurrence import BACKENDS
 from .base import Mixer
-from .layers import DecayGate, RMSNorm, ShortConvolution, blank_state, sequences
+from .layers import DecayGate, RMSNorm, ShortConvolution, as_projected, blank_state, sequences
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Mamba2Mixer(Mixer):
             steps = steps.clamp(*config.step_limit)
         y, final = linear_attention(
             C.unflatten(-1, (config.groups, -1)), B.unflatten(-1, (config.groups, -1)),
-            steps[..., None] * x, self.decay.log_decay(steps),
+            as_projected(steps[..., None] * x, x), self.decay.log_decay(steps),
             initial_state=state.memory, output_final_state=True,
             cu_seqlens=cu_seqlens, backend=config.backend,
         )  # fmt: skip

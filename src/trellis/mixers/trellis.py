@@ -27,6 +27,7 @@ from .layers import (
     GatedNorm,
     RMSNorm,
     StreamConvolutions,
+    as_projected,
     assign_,
     blank_state,
     places,
@@ -39,8 +40,6 @@ DECAYS = ("softplus", "sigmoid")
 STALE_STEPS = ("minibatch", "position", "none")
 #: Streams that may have a convolution.
 CONVOLVED = ("q", "k", "v", "alpha")
-#: Devices where q, k and v keep the dtype of autocast, which the memory's kernel is faster for.
-HALF_ON = ("cuda",)
 #: Added to |k|^2 and |v|^2 where the normalised-LMS step divides by them.
 LMS_EPSILON = 1e-6
 
@@ -428,7 +427,7 @@ class TrellisMixer(Mixer):
     def _heads(self, name: str, stream: Tensor) -> Tensor:
         split = self._split(stream)
         heads = unit_length(wide(split)) if name in self.normalized else wide(split)
-        return heads.to(split.dtype) if split.device.type in HALF_ON else heads
+        return as_projected(heads, split)
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * size] -> [B, T, H, size]"""

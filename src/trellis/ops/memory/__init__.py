@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..dispatch import BACKENDS, Backend, Backends
+from ..dispatch import Backend, Backends
 from ..recurrence import run
 from . import custom_op, triton
 from .activations import F_NAMES, FUNCTIONS, PHI_NAMES, PSI_NAMES, l2norm
@@ -255,6 +255,8 @@ _BACKENDS = Backends(
     Backend("chunked", partial(_run_passes, backend="chunked"), one_token=False),
     Backend("reference", partial(_run_passes, backend="reference")),
 )
+#: What the argument `backend` may be.
+BACKENDS = _BACKENDS.names
 #: For one pass. A call is the tuple of the arguments of _run_pass, without the last.
 _PASS_BACKENDS = Backends(
     Backend("triton", _unpacked(triton.run_pass), _unpacked(triton.unfit_pass), triton.missing),

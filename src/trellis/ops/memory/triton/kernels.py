@@ -286,10 +286,10 @@ def in_order(p):
 
 @triton.jit
 def backwards(p):
-    return (
-        p[15], p[14], p[13], p[12], p[11], p[10], p[9], p[8],
-        p[7], p[6], p[5], p[4], p[3], p[2], p[1], p[0],
-    )  # fmt: skip
+    q = ()
+    for k in tl.static_range(16):
+        q = q + (p[15 - k],)
+    return q
 
 
 @triton.jit
@@ -922,7 +922,7 @@ def finish_back(
 @triton.jit
 def function(v, mask, N: tl.constexpr, F: tl.constexpr):
     """f or psi of a vector with N entries, those where mask is."""
-    if F == "silu" or F == "ln_silu" or F == "l2_silu":
+    if F == "silu" or F == "ln_silu" or F == "soft_ln_silu" or F == "l2_silu":
         v = v * sigmoid(v)
     elif F == "gelu" or F == "tanh":
         v, _, _ = derivatives(v, F)
@@ -933,9 +933,11 @@ def function(v, mask, N: tl.constexpr, F: tl.constexpr):
     elif F == "l2_silu" or F == "l2norm":
         v = tl.where(mask, v, 0.0)
         v = v * tl.rsqrt(tl.sum(v * v, 0) + 1e-6)
-    elif F == "ln_silu" or F == "layernorm":
+    elif F == "ln_silu" or F == "soft_ln_silu" or F == "layernorm":
         v = tl.where(mask, v - tl.sum(tl.where(mask, v, 0.0), 0) / N, 0.0)
-        v = v * tl.rsqrt(tl.sum(v * v, 0) / N + 1e-5)
+        v = v * tl.rsqrt(tl.sum(v * v, 0) / N + (0.1 if F == "soft_ln_silu" else 1e-5))
+    else:
+        tl.static_assert(F == "identity" or F == "silu" or F == "gelu" or F == "tanh")
     return v
 
 
