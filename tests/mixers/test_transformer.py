@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.support import relative_rms
 
 from trellis.mixers import build_mixer, transformer
@@ -54,3 +55,62 @@ def test_positions_stay_exact_far_into_a_stream():
     start = mixer.init_state(1)
     far, _ = mixer(x, start._replace(length=torch.tensor([10_000_000])))
     assert relative_rms(far[:, -1], near[:, -1]) < 1e-5
+
+
+def by_sequence(query, key, value, cu_q, cu_k, max_q, max_k, *, window_size):
+    """What torch's varlen_attn computes, with its arguments: [T, H, D] each."""
+    assert query.dtype == torch.bfloat16
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert max_q == max_k == int(cu_q.diff().max())
+    outputs = []
+    for begin, end in zip(cu_q.tolist(), cu_q.tolist()[1:]):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        row = torch.arange(end - begin)
+        back = row[:, None] - row
+        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] == -1))
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("lengths", [[9, 0, 3, 12], [4], [0, 7]])
+def test_packs_at_once_equal_packs_one_by_one(window, lengths, monkeypatch):
+    """On a GPU torch has one kernel for all sequences of a pack; here a stand-in for it."""
+    mixer = build_mixer("transformer", 32, 2, window=window).bfloat16()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    x = torch.randn(1, sum(lengths), 32, dtype=torch.bfloat16)
+    sides = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(transformer, "VARLEN_ON", devices)
+        monkeypatch.setattr(transformer, "varlen_attention", lambda: by_sequence)
+        given = x.clone().requires_grad_()
+        y, state = mixer(given, None, cu_seqlens)
+        (y.sum() + state.keys.sum() + state.values.square().sum()).backward()
+        monkeypatch.setattr(transformer, "VARLEN_ON", ())
+        after, _ = mixer(x[:, :2], state, torch.tensor([0, 2] + [2] * (len(lengths) - 1)))
+        sides.append((y, *state, given.grad, after))
+    for one, other in zip(*sides):
+        assert one.shape == other.shape
+        assert relative_rms(one, other) < 1e-2
+
+
+def test_torch_takes_the_arguments(monkeypatch):
+    """The real function, on tensors without numbers; it runs on a GPU only."""
+    function = transformer.varlen_attention()
+    if function is None:
+        pytest.skip("this version of torch has no attention for packs")
+    q = torch.empty(9, 2, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    bounds = torch.empty(4, dtype=torch.int32, device="meta")
+    y = function(q, q, q, bounds, bounds, 5, 5, window_size=(4, 0))
+    assert y.shape == q.shape
+    y.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+def test_what_the_kernel_for_packs_does_not_take(monkeypatch):
+    monkeypatch.setattr(transformer, "VARLEN_ON", ("cpu",))
+    q = torch.empty(1, 2, 9, 16, dtype=torch.bfloat16)
+    assert transformer._varlen_takes(q) == (transformer.varlen_attention() is not None)
+    assert not transformer._varlen_takes(q.float())
+    assert not transformer._varlen_takes(q[..., :12])
+    assert not transformer._varlen_takes(q[:, :, :0])

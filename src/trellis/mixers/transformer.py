@@ -5,9 +5,11 @@ With a window, a token sees itself and the window - 1 tokens before it, and the 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 
 from .. import checks
 from .base import Mixer, check_even_head_dim, head_dim_of
-from .layers import plain, rotated
+from .layers import places, plain, rotated
 
+#: Devices that have torch's attention for sequences of different lengths.
+VARLEN_ON = ("cuda",)
 #: Attention masks are built in blocks of at most this many (query, key) pairs.
 MASK_ENTRIES = 2**23
 
@@ -129,6 +133,8 @@ class TransformerMixer(Mixer):
     ) -> tuple[Tensor, AttentionState]:
         """Attention in one packed row, sequence by sequence; their caches are then aligned."""
         bounds = cu_seqlens.tolist()
+        if state.keys.shape[2] == 0 and _varlen_takes(q):
+            return self._attend_packed_at_once(q, k, v, state, cu_seqlens, bounds)
         outputs, states = [], []
         for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
             entry = AttentionState(*(part[n : n + 1] for part in state))
@@ -147,6 +153,63 @@ class TransformerMixer(Mixer):
             torch.cat(keys), torch.cat(values), torch.cat([s.length for s in states])
         )
         return torch.cat(outputs, dim=2), joined
+
+    def _attend_packed_at_once(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: AttentionState,
+        cu_seqlens: Tensor,
+        bounds: list[int],
+    ) -> tuple[Tensor, AttentionState]:
+        """The same by one kernel for all sequences, from empty caches."""
+        place = places(state.length, q.shape[2], cu_seqlens)
+        q, k = rotated(q, k, place[:, None], self.config.rope_theta)
+        longest = max(end - begin for begin, end in zip(bounds, bounds[1:]))
+        # The kernel counts the tokens before the token itself; -1 stands for all.
+        before = -1 if self.config.window is None else self.config.window - 1
+        narrow = cu_seqlens.int()
+        y = varlen_attention()(
+            *(x[0].transpose(0, 1) for x in (q, k, v)), narrow, narrow, longest, longest,
+            window_size=(before, 0),
+        )  # fmt: skip
+        # The last columns of every sequence, as far as it has them.
+        kept = int(min(longest, self._kept))
+        token = cu_seqlens[1:, None] - kept + torch.arange(kept, device=q.device)
+        missing = token < cu_seqlens[:-1, None]
+        token = token.masked_fill(missing, 0)
+        keys, values = (
+            x[0][:, token].masked_fill(missing[..., None], 0).transpose(0, 1) for x in (k, v)
+        )
+        length = state.length + cu_seqlens.diff()
+        return y.transpose(0, 1)[None], AttentionState(keys, values, length)
+
+
+def _varlen_takes(q: Tensor) -> bool:
+    """Whether torch's attention for sequences of different lengths takes queries [1, H, T, D]."""
+    return (
+        q.device.type in VARLEN_ON
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[2] > 0
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 256
+        and (q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= (8, 0))
+        and varlen_attention() is not None
+    )
+
+
+@functools.cache
+def varlen_attention() -> Any:
+    """torch's function, or None in versions of torch that have none, or one of other arguments.
+
+    It is imported at its first use: it brings the compiler along.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
 def _all_filled(length: Tensor, columns: int) -> bool:
