@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import FP32, FP64, normal, relative_rms
 
-from trellis.ops import cross_entropy_
+from trellis.ops import cross_entropy, cross_entropy_
 from trellis.ops.cross_entropy import IGNORED, cross_entropy_reference
+from trellis.ops.native import pointwise
 
 pytestmark = pytest.mark.usefixtures("fused_at_every_size")
 
@@ -29,6 +30,17 @@ def check(logits, targets):
         assert loss.dtype == torch.float32
         assert relative_rms(loss, losses.sum()) < FP32
         assert relative_rms(kept, gradient) < bound
+
+
+def check_gradient(logits, targets):
+    """In fp32, with the gradient, which liger-kernel computes on a GPU."""
+    losses, gradient = cross_entropy_reference(logits, targets, IGNORED)
+    found = logits.float()
+    loss = cross_entropy_(found, targets, gradient=True)
+    assert loss.dtype == torch.float32
+    assert not loss.requires_grad
+    assert relative_rms(loss, losses.sum()) < FP32
+    assert relative_rms(found, gradient) < FP32
 
 
 @given(rows=st.integers(0, 9), classes=st.integers(1, 70), scale=st.sampled_from([0, 1, 50]))
@@ -88,3 +100,38 @@ def test_strided_logits():
     expected = cross_entropy_reference(logits.double(), targets_of(6, 20), IGNORED)[1]
     cross_entropy_(logits, targets_of(6, 20), gradient=True)
     assert relative_rms(logits, expected) < FP32
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_on_a_gpu_liger_kernel_computes_it(in_place, monkeypatch):
+    """With a stand-in for it and the CPU for a GPU; the kernel itself is in tests/triton."""
+    calls = []
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, targets):
+            losses, gradient = cross_entropy_reference(logits, targets, IGNORED)
+            if in_place and logits.requires_grad:
+                gradient = logits.copy_(gradient)
+            ctx.save_for_backward(gradient.detach())
+            return losses.sum()
+
+        @staticmethod
+        def backward(ctx, dloss):
+            return ctx.saved_tensors[0], None
+
+    def liger_cross_entropy(logits, targets, *, ignore_index, reduction):
+        calls.append((ignore_index, reduction))
+        return Loss.apply(logits, targets)
+
+    monkeypatch.setattr(cross_entropy, "LIGER_ON", ("cpu",))
+    monkeypatch.setattr(cross_entropy, "liger", lambda: liger_cross_entropy)
+    monkeypatch.setattr(pointwise, "takes", lambda *tensors: False)
+    check_gradient(normal(9, 70), targets_of(9, 70))
+    assert calls == [(IGNORED, "sum")]
+    cross_entropy_(torch.zeros(0, 7), torch.zeros(0, dtype=torch.long), gradient=True)
+    cross_entropy_(normal(9, 70), targets_of(9, 70), gradient=True)  # fp64
+    cross_entropy_(normal(9, 70).float(), targets_of(9, 70), gradient=False)
+    monkeypatch.setenv("TRELLIS_BACKEND", "chunked")
+    check_gradient(normal(9, 70), targets_of(9, 70))
+    assert len(calls) == 1
