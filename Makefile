@@ -37,7 +37,8 @@ $(FLA_STAMP): pyproject.toml constraints.txt Makefile
 # The memory's GPU kernels without a GPU: in Triton's interpreter, and compiled for three
 # architectures. The interpreter is for all of a process or for none.
 test-triton: $(FLA_STAMP)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_interpreter.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_interpreter.py \
+		tests/triton/test_fla.py tests/triton/test_cross_entropy.py
 	OMP_NUM_THREADS=1 $(FLA_VENV)/bin/python -m pytest tests/triton/test_registers.py
 
 # On a machine with a GPU, with its own torch: see docs/gpu.md. The second runs a part of it under

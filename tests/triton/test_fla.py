@@ -56,7 +56,7 @@ def kernels(monkeypatch):
     """fla's kernels on a CPU. Configurations are measured on a GPU: here the first is taken."""
     pruned = Autotuner.prune_configs
     monkeypatch.setattr(Autotuner, "prune_configs", lambda *given: pruned(*given)[:1])
-    importlib.import_module("fla.ops")
+    importlib.import_module("fla.ops.ttt")
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.ops") and module is not None:
             monkeypatch.setattr(module, "range", indices, raising=False)
@@ -151,3 +151,13 @@ def test_decoding(on_the_cpu, name):
             outputs.append(y)
         sides.append(torch.cat(outputs, dim=1))
     assert relative_rms(*sides) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["Gated DeltaNet (fla)", "GSA (fla)", "TTT-Linear (fla)"])
+def test_the_peers_of_the_benchmark_run(kernels, name):
+    """`trellis bench gpu` calls fla's ops itself; here with their kernels, at toy size."""
+    from trellis.bench import gpu
+
+    made = gpu.PEERS[name](gpu.Inputs(1, 20, 1, 16, torch.device("cpu")))
+    gpu.both_ways(made)
+    assert all(leaf.grad is not None for leaf in made[1])

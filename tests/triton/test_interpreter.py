@@ -34,29 +34,33 @@ def filled_with_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def compare(case, limit=LIMIT):
+def compare(case):
+    """Within LIMIT of the definition in fp64. A gradient may be the small difference of large
+    numbers: where fp32 itself is not as exact, within three times the chunked backend's error."""
     expected = case.run("reference", torch.float64)
     actual = case.run("triton", torch.float32)
     assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        error = relative_rms(actual[name], value)
-        assert error <= limit, f"{name}: {error:.1e} for {case.options}"
+    errors = {name: relative_rms(actual[name], value) for name, value in expected.items()}
+    if all(error <= LIMIT for error in errors.values()):
+        return
+    for name, chunked in case.run("chunked", torch.float32).items():
+        limit = max(LIMIT, 3 * relative_rms(chunked, expected[name]))
+        assert errors[name] <= limit, f"{name}: {errors[name]:.1e} > {limit:.1e}, {case.options}"
 
 
 def drawn(seed):
     """A problem whose sizes, lengths and options are drawn."""
     draw = random.Random(seed)
-    key, value, slots = draw.sample(range(4, 40), 3)
+    key, value, slots = draw.sample(range(1, 40), 3)
     options = {
         "phi": draw.choice(["identity", "silu", "gelu", "tanh"]), "f": draw.choice(F_NAMES),
         "psi": draw.choice(["identity", "identity", *PSI_NAMES]),
         "mode": ["exact", "stale"][seed % 2], "value_pass": ["encode", "decode"][seed // 2 % 2],
         "error_at": ["before", "after"][seed // 4 % 2], "minibatch": draw.randint(2, 40),
     }  # fmt: skip
-    shape = {"batch": draw.randint(1, 2), "tokens": draw.randint(2, 70)}
+    shape = {"batch": draw.randint(1, 2), "tokens": draw.randint(1, 70)}
     if draw.random() < 0.4:
-        # Few numbers may happen to cancel: a long sequence keeps relative errors meaningful.
-        shape = {"lengths": [*draw.choices([0, 1, 9, 16, 66], k=draw.randint(0, 2)), 33]}
+        shape = {"lengths": draw.choices([0, 1, 9, 16, 33, 66], k=draw.randint(1, 3))}
     return problem(key=key, value=value, slots=slots, heads=1, seed=seed, **shape, **options)
 
 
@@ -309,4 +313,6 @@ def test_the_benchmark_runs(tmp_path):
     assert [row["kernel"] for row in result["kernels"]][:5] == started
     assert {row["kernel"] for row in result["kernels"]} == set(gpu.KERNELS) - {"step"}
     assert {row["kernel"] for row in result["tuning"]} == {"read", "read_back", "finish_back"}
+    around = {row["what"] for row in result["around"]}
+    assert around == {"convolution, SiLU, unit length", "gated norm", "cross-entropy"}
     assert "| 1 | 20 | GSA (fla) | | does not run: its kernels need a GPU | |" in lines

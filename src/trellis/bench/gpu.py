@@ -22,7 +22,15 @@ from torch import Tensor
 from ..figures import figure
 from ..models.modeling import TrellisForCausalLM
 from ..models.presets import preset as preset_of
-from ..ops import MemoryState, trellis_memory, trellis_memory_step
+from ..ops import (
+    MemoryState,
+    causal_convolution,
+    cross_entropy,
+    gated_norm,
+    trellis_memory,
+    trellis_memory_step,
+    unit_length,
+)
 from ..ops.memory import triton as backend
 from .measure import Made, both_ways, forward
 from .registers import KERNELS
@@ -31,6 +39,8 @@ Report = Callable[[str], None]
 HEADS, SIZE = 12, 64
 #: Configurations that `--tune` tries for the parallel kernels.
 BLOCKS, WARPS = (16, 32, 64), (2, 4, 8)
+#: Size of the logits in the measurement of the loss.
+LOSS_ROWS, VOCABULARY = 4096, 32000
 
 
 def device() -> torch.device:
@@ -174,6 +184,7 @@ def run(
     last = Inputs(batches[-1], lengths[0], heads, size, where)
     result["kernels"] = _kernels(last, rounds, report)
     result["step"] = _step(batches, heads, size, rounds, where, report)
+    result["around"] = _around(last, rounds, report)
     if tune:
         result["tuning"] = _tune(last, rounds, report)
     if model != "none":
@@ -266,6 +277,47 @@ def _step(
         seconds = timed(call, rounds, where)
         report(f"| {batch} | {statistics.median(seconds) * 1e3:.4f} |")
         rows.append({"B": batch, "seconds": seconds})
+    return rows
+
+
+def _around(inputs: Inputs, rounds: int, report: Report) -> list[dict[str, Any]]:
+    """What stands around the memory, forward and backward: plain, and fused by others."""
+    where, (batch, tokens, heads) = inputs.where, inputs.lead
+    x, gate = (inputs.normal(inputs.size).to(inputs.dtype).requires_grad_() for _ in range(2))
+    taps = torch.randn(heads * inputs.size, 4, device=where).requires_grad_()
+    weight = torch.ones(inputs.size, device=where, dtype=inputs.dtype, requires_grad=True)
+    logits = torch.randn(min(batch * tokens, LOSS_ROWS), VOCABULARY, device=where)
+    targets = torch.randint(0, VOCABULARY, logits.shape[:1], device=where)
+
+    def convolved() -> Tensor:
+        return unit_length(causal_convolution(x.flatten(2), taps, activation="silu")[0].view_as(x))
+
+    def normed() -> Tensor:
+        return gated_norm(x, gate, weight, 1e-6)
+
+    def loss(devices: tuple[str, ...]) -> None:
+        with mock.patch.object(cross_entropy, "LIGER_ON", devices):
+            cross_entropy.cross_entropy_(logits, targets, gradient=True)
+
+    ways: list[tuple[str, str, Callable[[], object]]] = []
+    for what, call, leaves in (
+        ("convolution, SiLU, unit length", convolved, [x, taps]),
+        ("gated norm", normed, [x, gate, weight]),
+    ):
+        ways.append((what, "plain", partial(both_ways, (call, leaves))))
+        if where.type == "cuda":
+            ways.append((what, "torch.compile", partial(both_ways, (torch.compile(call), leaves))))
+    ways.append(("cross-entropy", "plain", partial(loss, ())))
+    if where.type == "cuda" and cross_entropy.liger() is not None:
+        ways.append(("cross-entropy", "liger-kernel", partial(loss, ("cuda",))))
+
+    report(f"\nB={batch} T={tokens}, forward and backward; the loss of {len(logits)} tokens\n")
+    report("| around the memory | by | median, ms |\n|---|---|---|")
+    rows = []
+    for what, by, action in ways:
+        seconds = timed(action, rounds, where)
+        report(f"| {what} | {by} | {statistics.median(seconds) * 1e3:.3f} |")
+        rows.append({"what": what, "by": by, "seconds": seconds})
     return rows
 
 
