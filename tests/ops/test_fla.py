@@ -154,7 +154,9 @@ def test_a_package_that_is_missing_or_broken(monkeypatch):
     fla.missing.cache_clear()
 
 
-def test_it_is_announced_once(monkeypatch, caplog):
+@pytest.mark.parametrize("version", ["3.9.0", "3.7.1+git", "4.0"])
+def test_it_is_announced_once(version, monkeypatch, caplog):
+    monkeypatch.setattr(fla.metadata, "version", lambda name: version)
     package = ModuleType("fla")
     package.__version__ = "9.9"
     monkeypatch.setitem(sys.modules, "fla", package)
@@ -163,6 +165,16 @@ def test_it_is_announced_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "trellis"):
         assert [fla.missing(), fla.missing()] == ["", ""]
     assert caplog.messages == ["recurrences run by the kernels of flash-linear-attention 9.9"]
+    fla.missing.cache_clear()
+
+
+def test_an_old_triton(monkeypatch):
+    monkeypatch.setattr(fla.metadata, "version", lambda name: "3.7.0")
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fla"].__version__ = "9.9"
+    fla.missing.cache_clear()
+    assert "it needs Triton 3.7.1 or more" in fla.missing()
     fla.missing.cache_clear()
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
 from collections.abc import Callable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,6 +35,7 @@ log = logging.getLogger("trellis")
 DEVICES = ("cuda",)
 #: The largest size of keys.
 WIDEST = 256
+OLDEST_TRITON = (3, 7, 1)
 #: fla takes differences of summed logarithms, of which -inf would make NaN. exp(-30) is 1e-13.
 LEAST_LOG_DECAY = -30.0
 
@@ -69,12 +72,19 @@ def tf32_allowed() -> bool:
 def missing() -> str:
     """Why fla is not there. If it is, the first call imports it and says so in the log."""
     try:
+        compiler = metadata.version("triton")
         version = importlib.import_module("fla").__version__
         importlib.import_module("fla.ops")
     except Exception as error:  # also what fla itself may raise where Triton does not suit it
         return (
             f"flash-linear-attention cannot be imported ({type(error).__name__}: {error}); "
             "pip install 'trellis-memory[gpu]' installs it"
+        )
+    if tuple(map(int, re.findall(r"\d+", compiler)[:3])) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return (
+            f"it needs Triton {oldest} or more, because older ones compile it wrongly for H100; "
+            f"{compiler} is installed"
         )
     log.warning("recurrences run by the kernels of flash-linear-attention %s", version)
     return ""

@@ -42,7 +42,8 @@ def delta_rule(
         initial_state: [N, H, K, V]; zeros by default.
         cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
             starts from its own entry of `initial_state`. Without it N = B.
-        backend: "auto", "reference" (the definition) or "chunked" (PyTorch, any device).
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or "fla"
+            (flash-linear-attention's kernels, GPUs).
 
     Returns:
         y [B, T, H, V] in the dtype of `q`, and the final state [N, H, K, V] (fp32, fp64 for fp64

@@ -57,7 +57,8 @@ def gated_slots(
         initial_state: SlotState or the pair (keys, values); zeros by default.
         cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
             starts from its own entry of `initial_state`. Without it N = B.
-        backend: "auto", "reference" (the definition) or "chunked".
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or "fla"
+            (flash-linear-attention's kernels, GPUs).
 
     Returns:
         y [B, T, H, V] in the dtype of `q`, and the final SlotState (fp32, fp64 for fp64

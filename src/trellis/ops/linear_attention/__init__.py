@@ -47,7 +47,8 @@ def linear_attention(
         initial_state: LinearAttentionState or its memory alone, [N, H, K, V]; zeros by default.
         cu_seqlens: [N+1] bounds of N sequences packed into one row (B = 1), each of which
             starts from its own entry of `initial_state`. Without it N = B.
-        backend: "auto", "reference" (the definition) or "chunked" (PyTorch, any device).
+        backend: "auto", "reference" (the definition), "chunked" (PyTorch, any device) or "fla"
+            (flash-linear-attention's kernels, GPUs).
 
     Returns:
         y [B, T, H, V] in the dtype of `q`, and the final LinearAttentionState (fp32, fp64 for
