@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
 
 from .. import __version__
-from . import bench, data, evaluation, train
+from . import bench, data, evaluation, forecast, train
 from .options import Program
 
 app = Program(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -23,6 +23,7 @@ for command in (
 ):  # fmt: skip
     app.command(prints_result=command is train.generate)(command)
 app.add_typer(evaluation.app, name="eval")
+app.add_typer(forecast.app, name="forecast")
 app.add_typer(bench.app, name="bench")
 
 

@@ -165,14 +165,8 @@ class TrellisCache(Cache):
         model = self._owner()
         found = self._tensors() + ([] if self.last is None else [(LAST, self.last)])
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in found}
-        content = {
-            "format": FORMAT,
-            "version": str(FORMAT_VERSION),
-            "fingerprint": model.fingerprint(),
-            "seen": str(self.seen),
-        }
-        content["sha256"] = _checksum(tensors, content)
-        write_whole(Path(path), to_safetensors(tensors, metadata=content))
+        content = {"fingerprint": model.fingerprint(), "seen": str(self.seen)}
+        write_tensors(Path(path), FORMAT, FORMAT_VERSION, tensors, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: TrellisPreTrainedModel) -> TrellisCache:
@@ -185,21 +179,7 @@ class TrellisCache(Cache):
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no cache file at {path}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                content = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-        if content.get("format") != FORMAT:
-            raise ValueError(f"{path} is a safetensors file, but not one of a {FORMAT}")
-        if content.get("version") != str(FORMAT_VERSION):
-            raise ValueError(
-                f"{path} has format version {content.get('version')}; this version of trellis "
-                f"reads {FORMAT_VERSION}"
-            )
-        if content.pop("sha256", None) != _checksum(tensors, content):
-            raise ValueError(f"{path} has been changed: its contents do not match its checksum")
+        tensors, content = read_tensors(path, FORMAT, FORMAT_VERSION)
         if content.get("fingerprint") != model.fingerprint():
             raise ValueError(
                 f"{path} belongs to a model with another configuration or other weights"
@@ -213,6 +193,41 @@ class TrellisCache(Cache):
         states = [rebuild(s, tensors, f"layers.{i}") for i, s in enumerate(cache.states)]
         cache.states, cache.seen, cache.last = states, int(content["seen"]), last
         return cache
+
+
+def write_tensors(
+    path: Path, format: str, version: int, tensors: dict[str, Tensor], content: dict[str, str]
+) -> None:
+    """Write tensors and texts to a safetensors file, whole or not at all.
+
+    The file also holds its format, the version of the format and a checksum of everything.
+    """
+    content = {"format": format, "version": str(version), **content}
+    content["sha256"] = _checksum(tensors, content)
+    write_whole(path, to_safetensors(tensors, metadata=content))
+
+
+def read_tensors(path: Path, format: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the texts of a file that `write_tensors` wrote.
+
+    Raises ValueError if the file is cut or changed, or of another format or version.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            content = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    if content.get("format") != format:
+        raise ValueError(f"{path} is a safetensors file, but not one of a {format}")
+    if content.get("version") != str(version):
+        raise ValueError(
+            f"{path} has format version {content.get('version')}; this version of trellis "
+            f"reads {version}"
+        )
+    if content.pop("sha256", None) != _checksum(tensors, content):
+        raise ValueError(f"{path} has been changed: its contents do not match its checksum")
+    return tensors, content
 
 
 def _checksum(tensors: dict[str, Tensor], content: dict[str, str]) -> str:

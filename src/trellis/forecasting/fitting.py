@@ -1,0 +1,318 @@
+"""Training of a forecaster: random windows of the training part, early stopping on validation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..training.optimization import decayed_names
+from .baselines import RIDGE
+from .model import ForecastModel, Level, window_level
+from .windows import Errors, Windows, errors
+
+LOSSES = ("mse", "mae", "huber")
+#: With the running normaliser, forecasts of one segment that the loss of a step counts.
+PLACES = 8
+
+
+@dataclass
+class FitOptions:
+    """How a forecaster is trained.
+
+    steps: the most steps. batch: series of a step; a window of 7 channels is 7 series.
+    learning_rate: the highest; it rises over the first `warmup` of the steps and falls to zero over
+        all of them, as a half cosine. weight_decay: of AdamW.
+    loss: of a model with one output; a model with quantiles takes the pinball loss.
+    check_every: steps between looks at the validation error. patience: looks without a better one
+        after which training ends. The weights of the best look are kept.
+    validation_windows: windows of a look, spread evenly over the validation part; None takes all.
+    context: with the running normaliser, the rows that a training segment has.
+    clip: the largest norm of the gradient.
+    solve: whether the model's linear map of the lookback starts as the least-squares solution over
+        the training part, which has a closed form; the blocks then learn what it leaves.
+    seed: of the weights, the windows and the dropout.
+    """
+
+    steps: int = 1500
+    batch: int = 448
+    learning_rate: float = 2e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    loss: str = "mse"
+    check_every: int = 100
+    patience: int = 5
+    validation_windows: int | None = 1000
+    context: int = 512
+    clip: float = 1.0
+    solve: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "check_every", "patience", "context"):
+            checks.at_least(name, getattr(self, name), 1)
+        checks.at_least("seed", self.seed, 0)
+        checks.at_least("validation_windows", self.validation_windows, 1, optional=True)
+        checks.positive("learning_rate", self.learning_rate)
+        checks.at_least("weight_decay", self.weight_decay, 0, whole=False)
+        checks.positive("clip", self.clip)
+        checks.share("warmup", self.warmup)
+        checks.flag("solve", self.solve)
+        checks.choice("loss", self.loss, LOSSES)
+
+
+class Look(NamedTuple):
+    """One look at the validation part."""
+
+    step: int
+    loss: float  # of the training steps since the look before
+    mse: float
+    mae: float
+
+
+class Fit(NamedTuple):
+    """What a training found. best: the look whose weights were kept."""
+
+    best: Look
+    looks: list[Look]
+    seconds: float
+
+
+def fit(
+    model: nn.Module,
+    train: Windows,
+    validation: Windows,
+    options: FitOptions,
+    say: Callable[[str], None] = lambda text: None,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Fit:
+    """Trains a model in place and leaves it with the weights that did best on validation.
+
+    model: maps lookbacks [B, L, C] to forecasts [B, H, C, outputs], such as a ForecastModel.
+    say: gets a line after every look at the validation part. advance: gets 1 after every step.
+
+    Raises ValueError if the loss is not finite, or if a part has no window.
+    """
+    start = time.monotonic()
+    running = getattr(getattr(model, "config", None), "normalizer", "window") == "running"
+    draws = torch.Generator().manual_seed(options.seed)
+    torch.manual_seed(options.seed)  # of the dropout
+    if options.solve and isinstance(model, ForecastModel) and model.linear is not None:
+        solve_linear(model, train)
+    measure = loss_of(model, options.loss)
+    decayed = decayed_names(model)
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named.items() if name in decayed]},
+        {"params": [p for n, p in named.items() if n not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95)
+    )
+    best: Look | None = None
+    kept: dict[str, Tensor] = {}
+    looks: list[Look] = []
+    total, since = 0.0, 0
+    for step in range(1, options.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step - 1, options)
+        model.train()
+        if running:
+            assert isinstance(model, ForecastModel)
+            loss = _segment_loss(model, train, options, draws, measure)
+        else:
+            size = max(1, options.batch // train.channels)
+            index = torch.randint(len(train), (size,), generator=draws)
+            lookback, target = train.take(index)
+            loss = measure(model(lookback), target)
+        if not math.isfinite(float(loss.detach())):
+            raise ValueError(
+                f"the loss of step {step} is not finite; a smaller learning_rate than "
+                f"{options.learning_rate:g} may help"
+            )
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        total, since = total + float(loss.detach()), since + 1
+        advance(1)
+        if step % options.check_every and step < options.steps:
+            continue
+        model.eval()
+        found = validate(model, validation, options)
+        look = Look(step, total / since, found.mse, found.mae)
+        looks.append(look)
+        total, since = 0.0, 0
+        say(
+            f"step {step}/{options.steps}  loss {look.loss:.4f}  validation MSE {look.mse:.4f}  "
+            f"MAE {look.mae:.4f}  {time.monotonic() - start:.0f} s"
+        )
+        if best is None or look.mse < best.mse:
+            best, kept = look, copy.deepcopy(model.state_dict())
+        elif sum(later.step > best.step for later in looks) >= options.patience:
+            break
+    assert best is not None
+    model.load_state_dict(kept)
+    model.eval()
+    return Fit(best, looks, time.monotonic() - start)
+
+
+@torch.no_grad()
+def solve_linear(model: ForecastModel, train: Windows, ridge: float = RIDGE) -> None:
+    """Sets the linear map of the lookback to the least-squares solution over the training part.
+
+    The forecast is center + scale * (W z + b) with z = (x - center) / scale, so W and b are the
+    weights of x - center and of the scale in a regression of y - center.
+    """
+    assert model.linear is not None
+    kinds, horizon, lookback = model.linear.weight.shape
+    gram = torch.zeros(kinds, lookback + 1, lookback + 1, dtype=torch.float64)
+    moment = torch.zeros(kinds, lookback + 1, horizon, dtype=torch.float64)
+    rows = 0
+    for past, level, target in _regressed(model, train):  # [S, n, L], [S, n], [S, n, H]
+        x = torch.cat([past.double() - level.center[..., None], level.scale[..., None]], dim=-1)
+        y = target.double() - level.center[..., None]
+        x, y = (part.unflatten(0, (-1, kinds)).transpose(0, 1).flatten(1, 2) for part in (x, y))
+        gram += x.transpose(1, 2) @ x
+        moment += x.transpose(1, 2) @ y
+        rows += x.shape[1]
+    penalty = torch.full((lookback + 1,), ridge * rows, dtype=torch.float64)
+    solved = torch.linalg.solve(gram + penalty.diag(), moment)
+    model.linear.weight.copy_(solved[:, :-1].transpose(1, 2))
+    model.linear.bias.copy_(solved[:, -1])
+
+
+def _regressed(model: ForecastModel, train: Windows) -> Iterator[tuple[Tensor, Level, Tensor]]:
+    """Lookbacks [S, n, L], their levels [S, n] and targets [S, n, H] of all training windows."""
+    config, values = model.config, train.values
+    size = max(1, 2**22 // ((train.lookback + train.horizon) * train.channels))
+    if config.normalizer == "window":
+        for lookback, target in train.batches(size):
+            series = lookback.permute(2, 0, 1)
+            yield series, window_level(series), target.permute(2, 0, 1)
+        return
+    for begin, end in train.spans:
+        # Levels are taken where a patch ends, so the stretch is read once for each start in it.
+        for shift in range(config.patch):
+            rows = values[begin + shift : end - train.horizon].T
+            level = model.levels(rows)
+            ends = torch.arange(1, level.center.shape[1] + 1) * config.patch
+            ends = ends[ends >= train.lookback]
+            for part in ends.split(size):
+                at = part // config.patch - 1
+                past = rows[:, part[:, None] - train.lookback + torch.arange(train.lookback)]
+                ahead = values[begin + shift + part[:, None] + torch.arange(train.horizon)]
+                found = Level(level.center[:, at], level.scale[:, at])
+                yield past, found, ahead.permute(2, 0, 1)
+
+
+def rate_of(step: int, options: FitOptions) -> float:
+    """The learning rate of a step, counted from 0."""
+    warmup = max(1, round(options.warmup * options.steps))
+    if step < warmup:
+        return options.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, options.steps - warmup)
+    return options.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+
+
+def loss_of(model: nn.Module, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of forecasts [..., outputs] against targets [...]."""
+    levels = getattr(getattr(model, "config", None), "quantiles", ())
+    if levels:
+        return lambda out, target: pinball(out, target, levels)
+    plain = {
+        "mse": nn.functional.mse_loss,
+        "mae": nn.functional.l1_loss,
+        "huber": nn.functional.huber_loss,
+    }[name]
+    return lambda out, target: plain(out[..., 0], target)
+
+
+def pinball(out: Tensor, target: Tensor, levels: tuple[float, ...]) -> Tensor:
+    """Twice the mean pinball loss of quantiles [..., Q]; for the median it is the MAE."""
+    level = out.new_tensor(levels)
+    short = target[..., None] - out
+    return 2 * torch.maximum(level * short, (level - 1) * short).mean()
+
+
+@torch.no_grad()
+def validate(model: nn.Module, windows: Windows, options: FitOptions) -> Errors:
+    """The errors of a model on the validation part, or on so many of its windows."""
+    if getattr(getattr(model, "config", None), "normalizer", "window") == "running":
+        assert isinstance(model, ForecastModel)
+        return _errors_between_patches(model, windows, options.context)
+    return errors(point_of(model), windows, _window_batch(windows), options.validation_windows)
+
+
+def point_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The single forecasts [B, H, C] of a model, from lookbacks [B, L, C]."""
+    place = model.config.point if isinstance(model, ForecastModel) else 0
+    return lambda lookback: model(lookback)[..., place]
+
+
+def _window_batch(windows: Windows) -> int:
+    """Windows at a time, so that about a thousand series are in memory."""
+    return max(1, 1024 // windows.channels)
+
+
+def _segment_loss(
+    model: ForecastModel,
+    train: Windows,
+    options: FitOptions,
+    draws: torch.Generator,
+    measure: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The loss of some forecasts while segments of the training part are read.
+
+    The last forecast of a segment is made between two patches, as often as it happens in a stream.
+    """
+    config, horizon = model.config, train.horizon
+    room = torch.tensor([end - begin - horizon for begin, end in train.spans])
+    chances = (room - config.lookback + 1).clamp(min=0).double()
+    begin, end = train.spans[int(torch.multinomial(chances, 1, generator=draws))]
+    context = min(options.context, end - begin - horizon)
+    rows = context - int(torch.randint(config.patch, (), generator=draws))
+    patches = rows // config.patch
+    warm = min(config.lookback // config.patch, patches) - 1
+    places = torch.randperm(patches - warm, generator=draws)[:PLACES].sort().values + warm
+    size = max(1, options.batch * config.lookback // (context * train.channels))
+    starts = torch.randint(begin, end - rows - horizon + 1, (size,), generator=draws)
+    ends = torch.cat([(places + 1) * config.patch, torch.tensor([rows])])
+    segment = train.values[starts[:, None] + torch.arange(rows)]  # [B, T, C]
+    out = model.forecasts_within(segment.transpose(1, 2).flatten(0, 1), places)
+    at = starts[:, None, None] + ends[:, None] + torch.arange(horizon)  # [B, M, H]
+    target = train.values[at].permute(0, 3, 1, 2).flatten(0, 1)  # [B * C, M, H]
+    return measure(out, target)
+
+
+def _errors_between_patches(model: ForecastModel, windows: Windows, context: int) -> Errors:
+    """The errors of a stream over the part, at the end of every patch.
+
+    Each stretch is a stream of its own, which begins `context` rows before the first target, or
+    where the stretch begins if the rows before it are of another series.
+    """
+    patch, lookback, horizon = model.config.patch, windows.lookback, windows.horizon
+    squared = absolute = 0.0
+    count = 0
+    for begin, end in windows.spans:
+        first, stop = begin + lookback, end - horizon  # rows before the first and last target
+        if stop < first:
+            continue
+        start = max(0, first - context) if len(windows.spans) == 1 else begin
+        rows = windows.values[start:stop].T
+        places = torch.arange(-(-(first - start) // patch) - 1, rows.shape[1] // patch)
+        out = model.forecasts_within(rows, places)[:, :, :, model.config.point]
+        ends = torch.cat([(places + 1) * patch, torch.tensor([rows.shape[1]])])
+        target = windows.values[start + ends[:, None] + torch.arange(horizon)]
+        difference = (out - target.permute(2, 0, 1)).double()
+        squared += float(difference.square().sum())
+        absolute += float(difference.abs().sum())
+        count += difference.numel()
+    return Errors(squared / count, absolute / count)

@@ -1,0 +1,250 @@
+"""A forecaster in the units of its user: fitted to a file, saved, loaded, and asked for forecasts.
+
+file = read_series("sales.csv")
+forecaster = fit_file(file, ForecastConfig(horizon=24, lookback=96), FitOptions(steps=500))
+forecaster.save("sales.safetensors")
+forecaster = Forecaster.load("sales.safetensors")
+forecaster.predict(file)          # a list of forecasts, one for each series of the file
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..figures import figure
+from ..models.cache import read_tensors, write_tensors
+from .fitting import Fit, FitOptions, fit
+from .model import ForecastConfig, ForecastModel
+from .series import Series, SeriesFile, need_rows
+from .windows import Scaler, Windows
+
+FORMAT = "trellis-forecaster"
+FORMAT_VERSION = 1
+#: The share of the rows of each series, at its end, that early stopping looks at.
+VALIDATION = 0.2
+
+
+@dataclass
+class Forecast:
+    """The forecast of one series of a file, in its units.
+
+    dates: [H] of the horizon. values: [H, C, outputs]. levels: of the quantiles; empty for points.
+    """
+
+    names: list[str]
+    dates: list[Any]
+    values: np.ndarray
+    levels: tuple[float, ...]
+    point: int
+
+
+class Forecaster:
+    """A trained model, and how the series of its file were scaled.
+
+    scalers: the mean and the deviation of every channel, by name. A series of a long file that was
+    not there in training is scaled by its own rows.
+    about: facts for the user, such as the validation error.
+    """
+
+    def __init__(
+        self,
+        model: ForecastModel,
+        scalers: dict[str, tuple[float, float]],
+        about: dict[str, Any] | None = None,
+    ):
+        self.model = model.eval()
+        self.scalers = scalers
+        self.about = about or {}
+
+    @property
+    def config(self) -> ForecastConfig:
+        return self.model.config
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.scalers)
+
+    def scaler(self, names: Sequence[str] | None = None) -> Scaler:
+        """The scaler of these channels, by default of all."""
+        chosen = [self.scalers[name] for name in (self.names if names is None else names)]
+        return Scaler(np.array([mean for mean, _ in chosen]), np.array([s for _, s in chosen]))
+
+    @torch.no_grad()
+    def predict(self, file: SeriesFile) -> list[Forecast]:
+        """The forecasts after the last row of every series of a file.
+
+        Raises ValueError if the file has other channels than the one in training, or too few rows.
+        """
+        self._check(file)
+        return [self._predict(series, file) for series in file.series]
+
+    def _predict(self, series: Series, file: SeriesFile) -> Forecast:
+        config = self.config
+        running = config.normalizer == "running"
+        least = config.patch if running else config.lookback
+        need_rows(series, least, "since a forecast is made from so many", file.path)
+        known = all(name in self.scalers for name in series.names)
+        scaler = self.scaler(series.names) if known else Scaler.of(series.values)
+        rows = series.values if running else series.values[-config.lookback :]
+        scaled = torch.from_numpy(scaler.apply(rows).astype(np.float32))[None]
+        out = self.model(scaled)[0].sort(-1).values.double().numpy()  # [H, C, Q]
+        values = scaler.undo(out.swapaxes(1, 2)).swapaxes(1, 2)
+        dates = [file.step.after(series.dates[-1], n + 1) for n in range(config.horizon)]
+        return Forecast(series.names, dates, values, config.quantiles, config.point)
+
+    def _check(self, file: SeriesFile) -> None:
+        trained = self.about.get("layout")
+        if trained is not None and trained != file.layout:
+            raise ValueError(
+                f"{file.path} is a {file.layout} file; this forecaster was fitted to a {trained} "
+                "one"
+            )
+        if file.layout == "wide" and file.series[0].names != self.names:
+            raise ValueError(
+                f"{file.path} must have the columns {', '.join(self.names)} in this order; got "
+                f"{', '.join(file.series[0].names)}"
+            )
+        step = self.about.get("step")
+        if step is not None and step != str(file.step):
+            raise ValueError(
+                f"the rows of {file.path} are {file.step} apart; this forecaster was fitted to "
+                f"rows that are {step} apart"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the forecaster to a safetensors file, whole or not at all."""
+        tensors = {n: t.detach().cpu().contiguous().clone() for n, t in
+                   self.model.state_dict().items()}  # fmt: skip
+        content = {
+            "config": json.dumps(asdict(self.config)),
+            "scalers": json.dumps(self.scalers),
+            "about": json.dumps(self.about),
+        }
+        write_tensors(Path(path), FORMAT, FORMAT_VERSION, tensors, content)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Forecaster:
+        """Reads what `save` wrote.
+
+        Raises FileNotFoundError, or ValueError if the file is cut, changed or of another kind.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no forecaster at {path}")
+        tensors, content = read_tensors(path, FORMAT, FORMAT_VERSION)
+        model = ForecastModel(ForecastConfig(**json.loads(content["config"])))
+        model.load_state_dict(tensors)
+        scalers = {
+            name: (pair[0], pair[1]) for name, pair in json.loads(content["scalers"]).items()
+        }
+        return cls(model, scalers, json.loads(content["about"]))
+
+
+def fit_file(
+    file: SeriesFile,
+    config: ForecastConfig,
+    options: FitOptions,
+    say: Callable[[str], None] = lambda text: None,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Forecaster:
+    """A forecaster for the series of a file; the last fifth of each is for early stopping.
+
+    Raises ValueError, before training, if a series has too few rows.
+    """
+    length, horizon = config.lookback + config.horizon, config.horizon
+    if file.layout == "long" and (config.by_channel or config.mix_channels):
+        raise ValueError(
+            "by_channel and mix_channels are for wide files, whose channels have common dates"
+        )
+    least = length + horizon
+    values, train, validation, scalers = [], [], [], {}
+    begin = 0
+    for series in file.series:
+        need_rows(
+            series, least,
+            f"for a lookback of {config.lookback} and a horizon of {horizon} in training, and a "
+            "horizon for validation", file.path,
+        )  # fmt: skip
+        rows = len(series.values)
+        held = max(horizon, int(VALIDATION * rows))
+        held = min(held, rows - length)
+        scaler = Scaler.of(series.values[: rows - held])
+        values.append(scaler.apply(series.values))
+        train.append((begin, begin + rows - held))
+        validation.append((begin + rows - held - config.lookback, begin + rows))
+        for name, mean, scale in zip(series.names, scaler.mean, scaler.scale):
+            scalers[name] = (float(mean), float(scale))
+        begin += rows
+    scaled = torch.from_numpy(np.concatenate(values).astype(np.float32))
+    sizes = config.lookback, horizon
+    torch.manual_seed(options.seed)
+    model = ForecastModel(config)
+    found = fit(
+        model, Windows(scaled, train, *sizes), Windows(scaled, validation, *sizes), options, say,
+        advance,
+    )  # fmt: skip
+    return Forecaster(model, scalers, _about(file, found, options))
+
+
+def _about(file: SeriesFile, found: Fit, options: FitOptions) -> dict[str, Any]:
+    return {
+        "file": file.path.name,
+        "layout": file.layout,
+        "step": str(file.step),
+        "rows": [len(series.values) for series in file.series],
+        "options": asdict(options),
+        "best": found.best._asdict(),
+        "steps": found.looks[-1].step,
+        "seconds": round(found.seconds, 1),
+    }
+
+
+def as_csv(forecasts: Sequence[Forecast], file: SeriesFile) -> str:
+    """Forecasts in the layout of their file; quantiles have columns such as "OT-0.9"."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    first = forecasts[0]
+    others = [n for n in range(len(first.levels)) if n != first.point]
+
+    def heads(name: str) -> list[str]:
+        return [name, *(f"{name}-{first.levels[n]:g}" for n in others)]
+
+    def cells(values: np.ndarray) -> list[str]:
+        return [f"{values[n]:.6g}" for n in (first.point, *others)]
+
+    if file.layout == "wide":
+        writer.writerow([file.date_column, *(head for name in first.names for head in heads(name))])
+        for date, row in zip(first.dates, first.values):
+            writer.writerow([file.date_text(date), *(c for channel in row for c in cells(channel))])
+        return text.getvalue()
+    writer.writerow(["unique_id", "ds", *heads("y")])
+    for forecast in forecasts:
+        for date, row in zip(forecast.dates, forecast.values):
+            writer.writerow([forecast.names[0], file.date_text(date), *cells(row[0])])
+    return text.getvalue()
+
+
+def draw_forecast(forecast: Forecast, series: Series, path: Path) -> None:
+    """A picture of the last rows of the first channel and their forecast, with its quantiles."""
+    shown = min(len(series.dates), 4 * len(forecast.dates))
+    with figure(path, figsize=(9, 4)) as axis:
+        axis.plot(series.dates[-shown:], series.values[-shown:, 0], color="0.3")
+        lines, levels = forecast.values[:, 0], forecast.levels
+        for low in range(len(levels) // 2):
+            high = len(levels) - 1 - low
+            axis.fill_between(
+                forecast.dates, lines[:, low], lines[:, high], color="C0", alpha=0.25, linewidth=0,
+                label=f"{levels[low]:g} to {levels[high]:g}",
+            )  # fmt: skip
+        axis.plot(forecast.dates, lines[:, forecast.point], color="C0", label="forecast")
+        axis.set_title(forecast.names[0])
+        axis.legend()

@@ -1,0 +1,449 @@
+"""Series from CSV files: wide (a date and a column for each channel) or long (unique_id, ds, y).
+
+The file is read, never written. What real files suffer from is handled, or refused by a message
+that names the column and the row; rows are counted as in an editor, the line of names is row 1.
+
+    trouble                      what happens
+    missing cells, missing rows  refused; filled where `missing` is "last" or "linear"
+    sentinels such as -9999      refused, unless `sentinels` lists them (they are missing cells
+                                 then) or `keep_sentinels` says that they are data
+    duplicate dates              refused
+    unordered dates              sorted, with a note
+    irregular dates              refused; a gap of whole steps is missing rows
+    time zones                   all dates with an offset become UTC; some with and some without
+                                 are refused
+    constant channels            allowed; their forecast is the constant
+    text in a column             refused; `columns` chooses others
+    too few rows                 refused where they are used, see `need_rows`
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import checks
+
+LAYOUTS = ("auto", "wide", "long")
+FILLS = ("refuse", "last", "linear")
+LONG = ("unique_id", "ds", "y")
+#: Texts that stand for a missing cell, in small letters.
+EMPTY = ("", "na", "n/a", "nan", "null", "none", "-", "?")
+#: Numbers that loggers write where they have none.
+SUSPECTS = (-9999.0, -999.0, -99999.0, 9999.0, 99999.0, -99.0, 999999.0, -9999.9, -999.9)
+#: A suspect is taken for a sentinel if it is so many interquartile ranges away from the median.
+FAR = 8.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The time from a row to the next: so many months, or so many seconds.
+
+    last_day: every date is the last day of its month.
+    """
+
+    months: int = 0
+    seconds: float = 0.0
+    last_day: bool = False
+
+    def after(self, date: dt.datetime, count: int) -> dt.datetime:
+        """The date `count` steps later; a month that is too short has its last day."""
+        if not self.months:
+            return date + dt.timedelta(seconds=self.seconds * count)
+        years, month = divmod(date.month - 1 + self.months * count, 12)
+        first = date.replace(year=date.year + years, month=month + 1, day=1)
+        return first.replace(day=_days(first) if self.last_day else min(date.day, _days(first)))
+
+    def __str__(self) -> str:
+        if self.months:
+            return f"{self.months} month{'s' if self.months > 1 else ''}"
+        return str(dt.timedelta(seconds=self.seconds))
+
+
+@dataclass
+class Series:
+    """Equally long columns of one file, or one series of a long file.
+
+    names: of the channels. dates: of the rows. values: [N, C] in fp64.
+    """
+
+    names: list[str]
+    dates: list[dt.datetime]
+    values: np.ndarray
+
+
+@dataclass
+class SeriesFile:
+    """What a file holds.
+
+    layout: "wide", with one Series of all channels, or "long", with a Series for each unique_id.
+    notes: what was handled on the way, in sentences for the user.
+    """
+
+    path: Path
+    layout: str
+    date_column: str
+    step: Step
+    zone: bool
+    series: list[Series]
+    notes: list[str]
+
+    def date_text(self, date: dt.datetime) -> str:
+        """A date as it is written to a file of forecasts."""
+        text = date.isoformat(sep=" ")
+        return f"{text}+00:00" if self.zone else text
+
+
+def read_series(
+    path: str | Path,
+    *,
+    layout: str = "auto",
+    columns: Sequence[str] = (),
+    date_column: str | None = None,
+    date_format: str | None = None,
+    missing: str = "refuse",
+    sentinels: Sequence[float] = (),
+    keep_sentinels: bool = False,
+) -> SeriesFile:
+    """Reads a CSV file; see the head of this module for what is handled and what is refused.
+
+    columns: of a wide file only these channels. date_column: by default the first column of a wide
+    file. date_format: as in datetime.strptime, for dates that are not like 2024-12-31 23:50:00.
+
+    Raises FileNotFoundError, or ValueError with the column and the row.
+    """
+    checks.choice("layout", layout, LAYOUTS)
+    checks.choice("missing", missing, FILLS)
+    path = Path(path)
+    names, rows = _table(path)
+    if layout == "auto":
+        layout = "long" if set(LONG) <= set(names) else "wide"
+    reader = _Reader(path, date_format, missing, tuple(sentinels), keep_sentinels)
+    if layout == "long":
+        if columns:
+            raise ValueError("columns are of wide files; a long file has unique_id, ds and y")
+        return reader.long(names, rows)
+    return reader.wide(names, rows, list(columns), date_column)
+
+
+def need_rows(series: Series, least: int, why: str, path: Path) -> None:
+    """Raises ValueError if a series has fewer rows than `least`."""
+    if len(series.values) < least:
+        raise ValueError(
+            f"{path}: {', '.join(series.names[:3])}{' ...' if len(series.names) > 3 else ''} has "
+            f"{len(series.values)} rows; at least {least} are needed, {why}"
+        )
+
+
+def _table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The names of the columns and (row number, cells) of every row that is not blank."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")  # maps every byte; only names of columns may look odd
+    if "\0" in text:
+        raise ValueError(f"{path} is not a CSV file: it has zero bytes")
+    first = text.split("\n", 1)[0]
+    comma = max(",;\t", key=first.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=comma)
+    rows: list[tuple[int, list[str]]] = []
+    try:
+        for cells in reader:
+            if any(cell.strip() for cell in cells):
+                rows.append((reader.line_num, [cell.strip() for cell in cells]))
+    except csv.Error as error:
+        raise ValueError(f"{path}: row {reader.line_num} is not CSV: {error}") from error
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    (_, names), body = rows[0], rows[1:]
+    if len(names) < 2:
+        raise ValueError(
+            f"{path}: row 1 must name a date and at least one channel, separated by commas; got "
+            f"{names[0]!r}"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{path}: row 1 names the column {twice!r} twice")
+    for number, cells in body:
+        if len(cells) != len(names):
+            raise ValueError(
+                f"{path}: row {number} has {len(cells)} cells; row 1 names {len(names)} columns"
+            )
+    if not body:
+        raise ValueError(f"{path} has no rows below the names of its columns")
+    return names, body
+
+
+class _Reader:
+    def __init__(
+        self,
+        path: Path,
+        date_format: str | None,
+        missing: str,
+        sentinels: tuple[float, ...],
+        keep_sentinels: bool,
+    ):
+        self.path, self.date_format, self.missing = path, date_format, missing
+        self.sentinels, self.keep_sentinels = sentinels, keep_sentinels
+        self.zones: dict[bool, int] = {}  # with and without an offset -> the first such row
+        self.notes: list[str] = []
+
+    def wide(
+        self,
+        names: list[str],
+        rows: list[tuple[int, list[str]]],
+        columns: list[str],
+        date_column: str | None,
+    ) -> SeriesFile:
+        date_column = date_column or names[0]
+        for name in (date_column, *columns):
+            if name not in names:
+                hint = checks.did_you_mean(name, names)
+                raise ValueError(f"{self.path} has no column {name!r}{hint}")
+        chosen = columns or [name for name in names if name != date_column]
+        at = names.index(date_column)
+        dates = [self.date(cells[at], date_column, number) for number, cells in rows]
+        places = [names.index(name) for name in chosen]
+        values = np.array(
+            [
+                [self.cell(cells[place], names[place], number) for place in places]
+                for number, cells in rows
+            ]
+        )
+        numbers = [number for number, _ in rows]
+        step, series = self.regular(chosen, dates, values, numbers, date_column)
+        return self.file("wide", date_column, step, [series])
+
+    def long(self, names: list[str], rows: list[tuple[int, list[str]]]) -> SeriesFile:
+        for name in LONG:
+            if name not in names:
+                raise ValueError(f"{self.path}: a long file has unique_id, ds and y; no {name!r}")
+        more = [name for name in names if name not in LONG]
+        if more:
+            self.notes.append(f"columns that are not used: {', '.join(more)}")
+        who, when, what = (names.index(name) for name in LONG)
+        groups: dict[str, list[tuple[int, list[str]]]] = {}
+        for row in rows:
+            groups.setdefault(row[1][who], []).append(row)
+        if "" in groups:
+            raise ValueError(f"{self.path}: unique_id is empty in row {groups[''][0][0]}")
+        found, steps = [], {}
+        for name, group in groups.items():
+            dates = [self.date(cells[when], "ds", number) for number, cells in group]
+            values = np.array([[self.cell(cells[what], "y", number)] for number, cells in group])
+            numbers = [number for number, _ in group]
+            step, series = self.regular([name], dates, values, numbers, "ds")
+            steps.setdefault(step, name)
+            found.append(series)
+        if len(steps) > 1:
+            (one, first), (other, second) = list(steps.items())[:2]
+            raise ValueError(
+                f"{self.path}: the rows of {first!r} are {one} apart and those of {second!r} "
+                f"{other}; all series of a file must have the same step"
+            )
+        return self.file("long", "ds", next(iter(steps)), found)
+
+    def file(self, layout: str, date_column: str, step: Step, series: list[Series]) -> SeriesFile:
+        zone = True in self.zones
+        if zone:
+            self.notes.append("dates have an offset from UTC; forecasts are dated in UTC")
+        return SeriesFile(self.path, layout, date_column, step, zone, series, self.notes)
+
+    def date(self, text: str, column: str, number: int) -> dt.datetime:
+        where = f"{self.path}: column {column!r}, row {number}"
+        try:
+            if self.date_format is not None:
+                date = dt.datetime.strptime(text, self.date_format)
+            else:
+                date = dt.datetime.fromisoformat(text[:-1] + "+00:00" if text[-1:] == "Z" else text)
+        except ValueError:
+            expected = (
+                f"like {dt.datetime(2024, 12, 31, 23, 50).strftime(self.date_format)!r}"
+                if self.date_format
+                else "like 2024-12-31 or 2024-12-31 23:50:00; for another form give the date format"
+            )
+            raise ValueError(f"{where}: the date must be {expected}; got {text!r}") from None
+        aware = date.tzinfo is not None
+        self.zones.setdefault(aware, number)
+        if len(self.zones) > 1:
+            raise ValueError(
+                f"{self.path}: column {column!r}: row {self.zones[True]} has an offset from UTC "
+                f"and row {self.zones[False]} has none; write all dates alike"
+            )
+        return date.astimezone(dt.timezone.utc).replace(tzinfo=None) if aware else date
+
+    def cell(self, text: str, column: str, number: int) -> float:
+        """The number in a cell; NaN where it is missing or a sentinel."""
+        if text.lower() in EMPTY:
+            return math.nan
+        try:
+            value = float(text)
+        except ValueError:
+            hint = ""
+            if "," in text and text.replace(",", "").replace(".", "").lstrip("+-").isdigit():
+                hint = "; write decimals with a point, and no signs between thousands"
+            raise ValueError(
+                f"{self.path}: column {column!r}, row {number} must be a number; got {text!r}"
+                f"{hint or '; choose the columns without it'}"
+            ) from None
+        if math.isinf(value):
+            raise ValueError(f"{self.path}: column {column!r}, row {number} is not finite: {text}")
+        return math.nan if value in self.sentinels else value
+
+    def regular(
+        self,
+        names: list[str],
+        dates: list[dt.datetime],
+        values: np.ndarray,
+        numbers: list[int],
+        date_column: str,
+    ) -> tuple[Step, Series]:
+        """The rows in the order of their dates, at equal steps, without missing cells."""
+        order = sorted(range(len(dates)), key=lambda n: dates[n])
+        if order != list(range(len(dates))):
+            late = next(n for n in range(1, len(dates)) if dates[n] < dates[n - 1])
+            self.notes.append(
+                f"rows were sorted by date; row {numbers[late]} is the first early one"
+            )
+        dates, numbers = [dates[n] for n in order], [numbers[n] for n in order]
+        values = values[order]
+        where = f"{self.path}: column {date_column!r}"
+        for n in range(1, len(dates)):
+            if dates[n] == dates[n - 1]:
+                of = "" if date_column != "ds" else f" of {names[0]!r}"
+                raise ValueError(
+                    f"{where}: rows {numbers[n - 1]} and {numbers[n]}{of} have the same date, "
+                    f"{dates[n]}; local times repeat an hour in autumn, UTC does not"
+                )
+        if len(dates) < 3:
+            raise ValueError(
+                f"{self.path}: {names[0]!r} has {len(dates)} rows; at least 3 are needed to see "
+                "how far apart they are"
+            )
+        step = _step_of(dates)
+        places = self._places(dates, numbers, step, where)
+        self._check_sentinels(names, values, numbers)
+        full = np.full((places[-1] + 1, values.shape[1]), math.nan)
+        full[places] = values
+        rows: list[int | None] = [None] * len(full)
+        for place, number in zip(places, numbers):
+            rows[place] = number
+        self._fill(names, full, rows, numbers)
+        every = [step.after(dates[0], n) for n in range(len(full))]
+        return step, Series(names, every, full)
+
+    def _places(
+        self, dates: list[dt.datetime], numbers: list[int], step: Step, where: str
+    ) -> list[int]:
+        """How many steps after the first date every date lies."""
+        places = [0]
+        for n in range(1, len(dates)):
+            count = _steps_between(dates[0], dates[n], step)
+            if count is None:
+                raise ValueError(
+                    f"{where}: row {numbers[n]}, {dates[n]}, does not lie a whole number of steps "
+                    f"of {step} after the first date, {dates[0]}; forecasts need equal steps"
+                )
+            if count > places[-1] + 1 and self.missing == "refuse":
+                raise ValueError(
+                    f"{where}: {count - places[-1] - 1} rows are missing between row "
+                    f"{numbers[n - 1]}, {dates[n - 1]}, and row {numbers[n]}, {dates[n]} (the step "
+                    f"is {step}); fill them, or give missing as last or linear"
+                )
+            places.append(count)
+        return places
+
+    def _check_sentinels(self, names: list[str], values: np.ndarray, numbers: list[int]) -> None:
+        if self.keep_sentinels:
+            return
+        for column, name in enumerate(names):
+            cells = values[:, column]
+            known = cells[~np.isnan(cells)]
+            if len(known) < 8:
+                continue
+            low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
+            away = FAR * max(high - low, 1e-12)
+            for suspect in SUSPECTS:
+                if abs(suspect - middle) <= away or not (cells == suspect).any():
+                    continue
+                hits = np.flatnonzero(cells == suspect)
+                if len(hits) > len(cells) / 2:
+                    continue
+                raise ValueError(
+                    f"{self.path}: column {name!r}, row {numbers[hits[0]]} is {suspect:g}, which "
+                    f"looks like the sign for a missing number ({len(hits)} cells); give "
+                    f"sentinel {suspect:g} to treat it as missing, or keep sentinels as data"
+                )
+
+    def _fill(
+        self, names: list[str], full: np.ndarray, rows: list[int | None], numbers: list[int]
+    ) -> None:
+        for column, name in enumerate(names):
+            gaps = np.isnan(full[:, column])
+            if not gaps.any():
+                continue
+            if self.missing == "refuse":
+                first = int(np.flatnonzero(gaps)[0])
+                raise ValueError(
+                    f"{self.path}: column {name!r}, row {rows[first]} is missing; so are "
+                    f"{int(gaps.sum())} cells of the column; fill them, or give missing as last or "
+                    "linear"
+                )
+            known = np.flatnonzero(~gaps)
+            if not len(known):
+                raise ValueError(f"{self.path}: column {name!r} has no number at all")
+            if known[0] > 0 and self.missing == "last":
+                raise ValueError(
+                    f"{self.path}: column {name!r} is missing in row {numbers[0]}, the first; "
+                    "there is no number before it to take"
+                )
+            if self.missing == "last":
+                before = np.maximum.accumulate(np.where(gaps, 0, np.arange(len(gaps))))
+                full[:, column] = full[before, column]
+            else:
+                every = np.arange(len(gaps))
+                full[:, column] = np.interp(every, known, full[known, column])
+            self.notes.append(f"{int(gaps.sum())} missing cells of {name!r} were filled")
+
+
+def _step_of(dates: list[dt.datetime]) -> Step:
+    """The most frequent step between dates; months where it is whole months of 28 to 31 days."""
+    between = [(after - before).total_seconds() for before, after in zip(dates, dates[1:])]
+    counts: dict[float, int] = {}
+    for seconds in between:
+        counts[seconds] = counts.get(seconds, 0) + 1
+    usual = max(counts, key=lambda seconds: (counts[seconds], -seconds))
+    day = 86400.0
+    if usual >= 28 * day:
+        last_day = all(date.day == _days(date) for date in dates)
+        monthly = Step(months=round(usual / (30.4 * day)), last_day=last_day)
+        if _steps_between(dates[0], dates[1], monthly) == 1:
+            return monthly
+    return Step(seconds=usual)
+
+
+def _steps_between(first: dt.datetime, date: dt.datetime, step: Step) -> int | None:
+    """How many steps lie between two dates; None where they are not whole."""
+    if step.months:
+        months = (date.year - first.year) * 12 + date.month - first.month
+        count = months // step.months
+        return count if step.after(first, count) == date else None
+    count = round((date - first).total_seconds() / step.seconds)
+    off = abs((date - first).total_seconds() - count * step.seconds)
+    return count if off < 1e-6 * max(1.0, step.seconds) else None
+
+
+def _days(date: dt.datetime) -> int:
+    """The days of a date's month."""
+    following = (date.replace(day=28) + dt.timedelta(days=4)).replace(day=1)
+    return (following - dt.timedelta(days=1)).day

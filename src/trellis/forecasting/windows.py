@@ -1,0 +1,165 @@
+"""The field's protocol for long horizons: splits, scaling, windows, and the error of forecasts.
+
+A file of the protocol has a date in its first column and a channel in each of the others. Of N
+rows, the first are for training, then come validation and test:
+
+    ETTh*        8640, 2880 and 2880 rows; the rest of the file is not used
+    ETTm*        four times as many
+    other files  int(0.7 N) for training, int(0.2 N) at the end for the test, the rest between
+
+Every channel is scaled by the mean and the standard deviation of its training rows. A window is a
+lookback and the horizon after it. Windows start at every row; the first target of the validation
+and of the test is the first row of that part, so their first lookback lies in the part before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import checks
+
+PARTS = ("train", "validation", "test")
+SPLITS = ("auto", "etth", "ettm", "ratio")
+_ETTH = (8640, 2880, 2880)
+
+
+class Scaler(NamedTuple):
+    """The mean and the population standard deviation of every channel.
+
+    A channel that is constant has the scale 1, so that it becomes zeros instead of NaN.
+    """
+
+    mean: np.ndarray
+    scale: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Scaler:
+        """The scaler of rows [N, C]; cells that are NaN do not count."""
+        mean, scale = np.nanmean(values, 0), np.nanstd(values, 0)
+        # The deviation of equal numbers is not zero after rounding, but tiny beside them.
+        constant = scale <= 1e-9 * np.maximum(np.abs(mean), 1e-300)
+        return cls(mean, np.where(constant, 1.0, scale))
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        return (values - self.mean) / self.scale
+
+    def undo(self, values: np.ndarray) -> np.ndarray:
+        """From scaled values [..., C] back to the file's units."""
+        return values * self.scale + self.mean
+
+
+def split_of(file: str | Path, split: str = "auto") -> str:
+    """ "etth", "ettm" or "ratio": `split`, or, where it is "auto", by the name of the file."""
+    checks.choice("split", split, SPLITS)
+    if split != "auto":
+        return split
+    name = Path(file).name.lower()
+    return next((kind for kind in ("etth", "ettm") if name.startswith(kind)), "ratio")
+
+
+def bounds_of(rows: int, split: str) -> tuple[int, int, int]:
+    """Where the training, the validation and the test part of a file of `rows` rows end."""
+    if split == "ratio":
+        train, test = int(0.7 * rows), int(0.2 * rows)
+        return train, rows - test, rows
+    factor = 4 if split == "ettm" else 1
+    train, validation, test = (factor * part for part in _ETTH)
+    ends = train, train + validation, train + validation + test
+    if rows < ends[2]:
+        raise ValueError(f"the split {split!r} needs {ends[2]} rows; the file has {rows}")
+    return ends
+
+
+class Windows:
+    """The windows of some stretches of scaled rows: window i is a lookback and its horizon."""
+
+    def __init__(
+        self, values: Tensor, spans: Sequence[tuple[int, int]], lookback: int, horizon: int
+    ):
+        """values: rows [N, C]. spans: the first row of each stretch, and the row after its last.
+
+        No window reaches from one stretch into another: they may be different series.
+        """
+        self.values, self.spans = values, list(spans)
+        self.lookback, self.horizon = lookback, horizon
+        length = lookback + horizon
+        self.starts = torch.cat(
+            [torch.arange(begin, max(begin, end - length + 1)) for begin, end in self.spans]
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def channels(self) -> int:
+        return self.values.shape[1]
+
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """(lookbacks [B, L, C], targets [B, H, C]) of the windows with these numbers [B]."""
+        rows = self.starts[index, None] + torch.arange(self.lookback + self.horizon)
+        both = self.values[rows]
+        return both[:, : self.lookback], both[:, self.lookback :]
+
+    def batches(self, size: int, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """All windows in their order, `size` at a time; the last batch may be smaller.
+
+        most: takes only so many windows, spread evenly.
+        """
+        every = torch.arange(len(self))
+        if most is not None and most < len(self):
+            every = torch.linspace(0, len(self) - 1, most).round().long()
+        for index in every.split(size):
+            yield self.take(index)
+
+
+class Benchmark:
+    """A file by the protocol: rows scaled by the training part, and windows of every part."""
+
+    def __init__(self, values: np.ndarray, split: str):
+        """values: rows [N, C] in the file's units. split: "etth", "ettm" or "ratio"."""
+        self.split = split
+        self.ends = bounds_of(len(values), split)
+        self.scaler = Scaler.of(values[: self.ends[0]])
+        scaled = self.scaler.apply(values[: self.ends[2]])
+        self.values = torch.from_numpy(scaled.astype(np.float32))
+
+    def windows(self, part: str, lookback: int, horizon: int) -> Windows:
+        """Raises ValueError if the part has no whole window."""
+        checks.choice("part", part, PARTS)
+        number = PARTS.index(part)
+        begin = 0 if number == 0 else self.ends[number - 1]
+        first = begin if number == 0 else begin - lookback
+        windows = Windows(self.values, [(first, self.ends[number])], lookback, horizon)
+        if first < 0 or not len(windows):
+            raise ValueError(
+                f"no window of {lookback} + {horizon} rows fits the {part} part, which has "
+                f"{self.ends[number] - begin} rows"
+            )
+        return windows
+
+
+class Errors(NamedTuple):
+    """Mean squared and mean absolute error over windows x horizon x channels."""
+
+    mse: float
+    mae: float
+
+
+def errors(
+    forecast: Callable[[Tensor], Tensor], windows: Windows, size: int = 256, most: int | None = None
+) -> Errors:
+    """The errors of `forecast`, a map from lookbacks [B, L, C] to points [B, H, C]."""
+    squared = absolute = 0.0
+    count = 0
+    for lookback, target in windows.batches(size, most):
+        difference = (forecast(lookback) - target).double()
+        squared += float(difference.square().sum())
+        absolute += float(difference.abs().sum())
+        count += difference.numel()
+    return Errors(squared / count, absolute / count)
