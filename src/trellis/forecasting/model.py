@@ -182,9 +182,11 @@ class Level(NamedTuple):
 
 
 class ForecastModel(nn.Module):
-    def __init__(self, config: ForecastConfig):
+    def __init__(self, config: ForecastConfig, outputs: int | None = None):
+        """outputs: numbers for every row of the horizon, by default those of the configuration."""
         super().__init__()
         self.config = config
+        self.outputs = outputs or config.outputs
         dim, features = config.dim, 1 + config.past + config.future
         assert config.mlp is not None
         assert config.head_patches is not None
@@ -199,7 +201,7 @@ class ForecastModel(nn.Module):
         )
         self.norm = RMSNorm(dim, 1e-6)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(config.head_patches * dim, config.horizon * config.outputs)
+        self.head = nn.Linear(config.head_patches * dim, config.horizon * self.outputs)
         kinds = (config.channels or 1) if config.by_channel else 1
         self.linear = LookbackMap(config, kinds) if config.linear else None
         self.channel_embedding = (
@@ -208,7 +210,7 @@ class ForecastModel(nn.Module):
         self.static_map = nn.Linear(config.static, dim) if config.static else None
         self.future_map = (
             nn.Sequential(
-                nn.Linear(config.future + dim, dim), nn.SiLU(), nn.Linear(dim, config.outputs)
+                nn.Linear(config.future + dim, dim), nn.SiLU(), nn.Linear(dim, self.outputs)
             )
             if config.future
             else None
@@ -455,7 +457,7 @@ class ForecastModel(nn.Module):
         if missing:
             hidden = F.pad(hidden, (0, 0, missing, 0))
         out = self.head(self.dropout(hidden).flatten(-2))
-        out = out.unflatten(-1, (self.config.horizon, self.config.outputs))
+        out = out.unflatten(-1, (self.config.horizon, self.outputs))
         return out if self.linear is None else out + self.linear(normal)[..., None]
 
     def _patches(self, x: Tensor) -> Tensor:
