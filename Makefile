@@ -4,10 +4,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLA_VENV := .venv-fla
 FLA_STAMP := $(FLA_VENV)/.installed
+FORECAST_VENV := .venv-forecast
+FORECAST_STAMP := $(FORECAST_VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-parity test-triton test-gpu test-gpu-sanitize test-slow test-sanitize lint format typecheck wheel bench clean
+.PHONY: setup demo test test-parity test-forecast test-triton test-gpu test-gpu-sanitize test-slow test-sanitize lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -33,6 +35,17 @@ $(FLA_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(FLA_VENV)/bin/python || $(PYTHON) -m venv $(FLA_VENV)
 	$(FLA_VENV)/bin/python -m pip install --quiet -e '.[parity]'
 	touch $(FLA_STAMP)
+
+# The forecaster inside neuralforecast, which has an environment of its own: it brings ray and
+# lightning. The first line fails where neuralforecast is missing, so that nothing skips.
+test-forecast: $(FORECAST_STAMP)
+	$(FORECAST_VENV)/bin/python -c "import neuralforecast"
+	OMP_NUM_THREADS=1 $(FORECAST_VENV)/bin/python -m pytest tests/forecasting/test_neural.py
+
+$(FORECAST_STAMP): pyproject.toml constraints.txt Makefile
+	test -x $(FORECAST_VENV)/bin/python || $(PYTHON) -m venv $(FORECAST_VENV)
+	$(FORECAST_VENV)/bin/python -m pip install --quiet -e '.[test-forecast]'
+	touch $(FORECAST_STAMP)
 
 # The memory's GPU kernels without a GPU: in Triton's interpreter, and compiled for three
 # architectures. The interpreter is for all of a process or for none.
@@ -88,4 +101,4 @@ bench: setup
 	$(BIN)/trellis bench stream --figure docs/figures/stream.png
 
 clean:
-	rm -rf $(VENV) $(FLA_VENV) dist build
+	rm -rf $(VENV) $(FLA_VENV) $(FORECAST_VENV) dist build

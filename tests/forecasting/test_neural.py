@@ -34,8 +34,10 @@ def frame(lengths=(120, 90, 75)):
     for n, length in enumerate(lengths):
         when = pd.date_range("2024-01-01", periods=length, freq="h")
         hour = np.arange(length)
-        y = 10 * n + np.sin(2 * np.pi * hour / 12) + 0.05 * np.random.default_rng(n).normal(
-            size=length
+        y = (
+            10 * n
+            + np.sin(2 * np.pi * hour / 12)
+            + 0.05 * np.random.default_rng(n).normal(size=length)
         )
         parts.append(
             pd.DataFrame(
@@ -114,7 +116,7 @@ def test_any_mixer(mixer):
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="mixer must be one of .* got 'treliss'; did you mean"):
+    with pytest.raises(ValueError, match=r"mixer must be one of .* got 'treliss'; did you mean"):
         tiny(mixer="treliss")
     with pytest.raises(ValueError, match="loss must be of points or quantiles"):
         tiny(loss=DistributionLoss("Normal"))

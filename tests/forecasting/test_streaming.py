@@ -165,5 +165,7 @@ def test_bad_rows_are_refused_and_change_nothing():
 
 
 def test_a_forecaster_of_windows_cannot_stream():
-    with pytest.raises(ValueError, match="trained with normalizer='running'; this one has 'window'"):
+    with pytest.raises(
+        ValueError, match="trained with normalizer='running'; this one has 'window'"
+    ):
         StreamingForecaster(Forecaster(shaken(), {"a": (0.0, 1.0)}))

@@ -135,6 +135,24 @@ def bench_training(
     return record.keep(out)
 
 
+@app.command("forecast")
+def bench_forecast(
+    rows: Annotated[int, Option(help="Rows that the stream observes.", min=300)] = 1_000_000,
+    marks: Annotated[int, Option(help="How often it is measured on the way.", min=1)] = 10,
+    channels: Annotated[int, Option(help="Series of the stream.", min=1)] = 7,
+    window: Annotated[int, Option(help="Rows that its rival reads at every row.", min=8)] = 512,
+    threads: Threads = 0,
+    out: Out = None,
+) -> Any:
+    """A stream of forecasts: time of a row and memory over the rows, beside reading a window."""
+    from ..bench import forecasting
+
+    record = Record("bench-forecast")
+    return record.keep(
+        out, forecasting.run(rows, marks, channels, window, record.say), forecasting.draw
+    )
+
+
 @app.command("stream")
 def bench_stream(
     tokens: Annotated[int, Option(help="Tokens to read.", min=1)] = 1_000_000,

@@ -17,7 +17,6 @@ __all__ = [
     "ForecastModel",
     "Forecaster",
     "StreamingForecaster",
-    "TrellisForecast",
     "fit",
     "fit_file",
     "read_series",

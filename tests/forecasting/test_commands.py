@@ -1,0 +1,295 @@
+"""Training, and `trellis forecast` from a CSV file to forecasts, tables and pictures."""
+
+import csv
+import datetime as dt
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from trellis.cli import app
+from trellis.forecasting import (
+    FitOptions,
+    ForecastConfig,
+    Forecaster,
+    ForecastModel,
+    StreamingForecaster,
+    fit,
+)
+from trellis.forecasting.fitting import pinball, solve_linear, validate
+from trellis.forecasting.windows import Windows
+
+SMALL = ["--set", "dim=16", "--set", "layers=1", "--set", "heads=2", "--set", "patch=4"]
+QUICK = ["--set", "steps=6", "--set", "check_every=3", "--set", "batch=16"]
+
+
+def waves(rows, channels=2):
+    """Sines with some noise, each with a period of its own."""
+    noise = np.random.default_rng(0).normal(size=(rows, channels))
+    time = np.arange(rows)[:, None]
+    return np.sin(2 * np.pi * time / np.array([12, 20])[:channels]) + 0.1 * noise
+
+
+def wide(path, rows=200):
+    start = dt.datetime(2024, 1, 1)
+    with path.open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(["when", "load", "heat"])
+        for n, row in enumerate(waves(rows)):
+            writer.writerow([start + dt.timedelta(hours=n), *(f"{x:.4f}" for x in 50 + 9 * row)])
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["forecast", *map(str, arguments)])
+
+
+def good(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, f"{result.output} {result.exception}"
+    return result
+
+
+def windows(lookback=24, horizon=6, rows=400):
+    values = torch.from_numpy(waves(rows).astype(np.float32))
+    cut = int(0.8 * rows)
+    train = Windows(values, [(0, cut)], lookback, horizon)
+    return train, Windows(values, [(cut - lookback, rows)], lookback, horizon)
+
+
+@pytest.mark.parametrize("normalizer", ["window", "running"])
+@pytest.mark.parametrize("quantiles", [(), (0.1, 0.5, 0.9)])
+def test_training_learns(normalizer, quantiles):
+    torch.manual_seed(0)
+    config = ForecastConfig(
+        horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, normalizer=normalizer,
+        quantiles=quantiles, half_life=24.0, linear=False,
+    )  # fmt: skip
+    model = ForecastModel(config)
+    train, validation = windows()
+    options = FitOptions(
+        steps=60, batch=64, learning_rate=1e-2, check_every=20, context=96, solve=False
+    )
+    start = validate(model.eval(), validation, options)
+    found = fit(model, train, validation, options)
+    assert found.best.mse < start.mse / 2
+    assert validate(model, validation, options).mse == pytest.approx(found.best.mse)
+    assert [look.step for look in found.looks] == [20, 40, 60]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"by_channel": True, "channels": 2}, {"normalizer": "running", "half_life": 24.0}],
+)
+def test_the_linear_map_starts_at_its_least_squares_solution(given):
+    """From there, no small change of a weight makes the training error smaller."""
+    config = ForecastConfig(horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, **given)
+    model = ForecastModel(config).eval()
+    train, validation = windows()
+    solve_linear(model, train, ridge=1e-9)
+    assert validate(model, validation, FitOptions(context=96)).mse < 0.1
+    if config.normalizer == "window":
+        past, target = train.take(torch.arange(len(train)))
+        loss = (model(past)[..., 0] - target).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [model.linear.weight])
+        assert gradient.abs().max() < 1e-3
+
+
+def test_training_stops_early_and_keeps_the_best_weights():
+    config = ForecastConfig(horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2)
+    model = ForecastModel(config)
+    train, validation = windows()
+    validation.values = validation.values.clone()
+    validation.values[320:] = torch.randn(80, 2)  # nothing to be learned for
+    options = FitOptions(steps=400, batch=32, learning_rate=1e-2, check_every=5, patience=3)
+    found = fit(model, train, validation, options)
+    assert found.looks[-1].step < 400
+    assert found.best.mse == min(look.mse for look in found.looks)
+    assert validate(model, validation, options).mse == pytest.approx(found.best.mse, rel=1e-5)
+
+
+def test_a_seed_repeats_a_training():
+    train, validation = windows(rows=200)
+    losses = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        model = ForecastModel(
+            ForecastConfig(horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, dropout=0.1)
+        )
+        options = FitOptions(steps=4, batch=16, check_every=2, seed=seed)
+        losses.append([look.loss for look in fit(model, train, validation, options).looks])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_training_that_diverges_says_so():
+    train, validation = windows(rows=200)
+    model = ForecastModel(ForecastConfig(horizon=6, lookback=24, patch=4, dim=16, heads=2))
+    with torch.no_grad():
+        model.embed.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="loss of step 1 is not finite; a smaller learning_rate"):
+        fit(model, train, validation, FitOptions(steps=3, batch=8))
+
+
+def test_the_pinball_loss_has_its_minimum_at_the_quantile():
+    target = torch.randn(20_000)
+    guesses = torch.linspace(-2, 2, 401)
+    for level in (0.1, 0.5, 0.8):
+        losses = [float(pinball(target.new_full((20_000, 1), float(g)), target, (level,)))
+                  for g in guesses]  # fmt: skip
+        best = float(guesses[int(np.argmin(losses))])
+        assert best == pytest.approx(float(target.quantile(level)), abs=0.02)
+
+
+def test_fit_and_predict_a_wide_file(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    before = data.read_bytes()
+    model, out, picture = (tmp_path / name for name in ("m.safetensors", "out.csv", "out.png"))
+    sizes = ["--horizon", 5, "--lookback", 24, "--quantiles", "0.1,0.5,0.9"]
+    good("fit", data, "--out", model, *sizes, *SMALL, *QUICK)
+    good("predict", model, data, "--out", out, "--figure", picture)
+    rows = list(csv.reader(out.open()))
+    assert rows[0] == ["when", "load", "load-0.1", "load-0.9", "heat", "heat-0.1", "heat-0.9"]
+    assert rows[1][0] == "2024-01-09 08:00:00"
+    assert len(rows) == 6
+    point, low, high = (float(cell) for cell in rows[1][1:4])
+    assert low <= point <= high
+    assert 35 < point < 65
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert data.read_bytes() == before
+    printed = good("predict", model, data)
+    assert printed.stdout == out.read_text()
+
+
+def test_fit_and_predict_a_long_file_with_new_series(tmp_path):
+    values = waves(120)
+    lines = ["unique_id,ds,y"]
+    for name, count in (("a", 120), ("b", 80)):
+        lines += [f"{name},{dt.date(2024, 1, 1) + dt.timedelta(n)},{values[n, 0]:.4f}"
+                  for n in range(count)]  # fmt: skip
+    data = tmp_path / "long.csv"
+    data.write_text("\n".join(lines))
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 4, "--lookback", 24, "--quantiles", "none",
+         *SMALL, *QUICK)  # fmt: skip
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(line.replace("b,", "new,") for line in lines))
+    rows = list(csv.reader(good("predict", model, other).stdout.splitlines()))
+    assert rows[0] == ["unique_id", "ds", "y"]
+    assert [row[0] for row in rows[1:]] == ["a"] * 4 + ["new"] * 4
+
+
+def test_a_streaming_forecaster_from_the_command_line(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, "--streaming",
+         *SMALL, *QUICK, "--set", "context=64")  # fmt: skip
+    loaded = Forecaster.load(model)
+    stream = StreamingForecaster(loaded)
+    with data.open() as file:
+        stream.observe([[float(x) for x in row[1:]] for row in list(csv.reader(file))[1:]])
+    printed = list(csv.reader(good("predict", model, data).stdout.splitlines()))
+    assert float(printed[1][1]) == pytest.approx(stream.forecast()[0, 0, 2], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (lambda text: text.replace("heat", "wind"), [], "must have the columns load, heat in this"),
+        (lambda text: "\n".join(text.splitlines()[:20]), [], "has 19 rows; at least 24 are needed"),
+        (lambda text: text, ["--columns", "load"], "must have the columns load, heat"),
+        (lambda text: text.replace(":00:00", ":30:00", 1), [], "whole number of steps"),
+    ],
+)
+def test_predict_refuses_files_that_do_not_fit(tmp_path, change, arguments, message):
+    data = wide(tmp_path / "data.csv")
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    other = tmp_path / "other.csv"
+    other.write_text(change(data.read_text()))
+    result = run("predict", model, other, "--out", tmp_path / "out.csv", *arguments)
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_fit_refuses_before_it_trains(tmp_path):
+    data = wide(tmp_path / "data.csv", 30)
+    for arguments, message in [
+        (["--out", tmp_path / "m"], "has 30 rows; at least 288 are needed"),
+        (["--out", data], "--out must not be there yet"),
+        (["--out", tmp_path / "no" / "m"], "there is no"),
+        (["--out", tmp_path / "m", "--set", "dimm=3"], "did you mean 'dim'"),
+        (["--out", tmp_path / "m", "--set", "dim"], "--set must be FIELD=VALUE"),
+        (["--out", tmp_path / "m", "--quantiles", "0.1,0.9"], "have 0.5 among them"),
+        (["--out", tmp_path / "m", "--sentinel", "x"], "--sentinel must be a number"),
+        (["--out", tmp_path / "m", "--missing", "zero"], "missing must be one of refuse, last"),
+    ]:
+        result = run("fit", data, *arguments)
+        assert message in str(result.exception), message
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
+
+
+def test_evaluate_writes_records_a_table_and_a_picture(tmp_path):
+    data = wide(tmp_path / "data.csv", 400)
+    arguments = [
+        "evaluate", data, "--lookback", 24, "--horizons", "6,12", "--seeds", "0,1",
+        "--models", "trellis,transformer", "--out", tmp_path / "runs", *SMALL, *QUICK,
+        "--set", "quantiles=[0.1, 0.5, 0.9]",
+    ]  # fmt: skip
+    result = good(*arguments, "--json")
+    found = json.loads(result.stdout)
+    assert len(found["found"]) == 2 * (2 + 2 * 2)
+    table = json.loads((tmp_path / "runs/forecast/tables/data-24-test.json").read_text())
+    rows = {(row["model"], row["horizon"]): row for row in table["rows"]}
+    trellis, transformer = rows["trellis", 6], rows["transformer", 6]
+    assert trellis["seeds"] == 2
+    assert trellis["mse_sd"] > 0
+    assert abs(trellis["parameters"] / transformer["parameters"] - 1) < 0.02
+    assert trellis["mse"] < rows["repeat-last", 6]["mse"]
+    mean = (trellis["mse"] + rows["trellis", 12]["mse"]) / 2
+    assert rows["trellis", "mean"]["mse"] == pytest.approx(mean)
+    picture = tmp_path / "runs/forecast/tables/data-24-test.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs/forecast").glob("*.json")}
+    assert len(written) == 12
+    again = good(*arguments)  # reads what is there
+    assert {p: p.stat().st_mtime_ns for p in written} == written
+    assert "repeat-last" in again.stdout
+
+
+def test_evaluate_a_stream_and_the_validation_part(tmp_path):
+    data = wide(tmp_path / "data.csv", 300)
+    common = ["evaluate", data, "--lookback", 24, "--horizons", 6, "--out", tmp_path / "runs",
+              *SMALL, *QUICK]  # fmt: skip
+    good(*common, "--set", "normalizer=running", "--set", "context=64", "--label", "stream")
+    table = json.loads((tmp_path / "runs/forecast/tables/data-24-test-stream.json").read_text())
+    rows = {row["model"]: row for row in table["rows"]}
+    assert rows["trellis"]["mse"] < rows["repeat-last"]["mse"]
+    found = json.loads(good(*common, "--part", "validation", "--json").stdout)["found"]
+    assert found[-1]["result"]["mse"] == found[-1]["result"]["best"]["mse"]
+    result = run(*common, "--models", "treliss")
+    assert "did you mean 'trellis'" in str(result.exception)
+
+
+def test_a_stream_is_tested_before_the_same_rows_as_windows():
+    """A stream whose blocks say nothing is NLinear with the running level, window by window."""
+    from trellis.evaluation.forecasting import stream_errors
+    from trellis.forecasting.windows import Benchmark
+
+    benchmark = Benchmark(waves(300), "ratio")
+    config = ForecastConfig(
+        horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, normalizer="running",
+        half_life=1e9,
+    )  # fmt: skip
+    model = ForecastModel(config).eval()  # its first forecast is the mean of all rows so far
+    target = benchmark.windows("test", 24, 6)
+    found = stream_errors(model, benchmark, target)
+    rows = benchmark.values.double()
+    squared = [
+        (rows[start + 24 : start + 30] - rows[: start + 24].mean(0)).square().mean()
+        for start in target.starts.tolist()
+    ]
+    assert found.mse == pytest.approx(float(torch.stack(squared).mean()), rel=1e-4)

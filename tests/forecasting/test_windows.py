@@ -1,0 +1,104 @@
+"""The protocol: splits, windows, the two baselines; on the published files where they are."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trellis.forecasting import read_series
+from trellis.forecasting.baselines import nlinear, repeat_last
+from trellis.forecasting.windows import Benchmark, Scaler, Windows, bounds_of, errors, split_of
+
+
+def test_splits():
+    assert bounds_of(17420, "etth") == (8640, 11520, 14400)
+    assert bounds_of(69680, "ettm") == (34560, 46080, 57600)
+    assert bounds_of(52696, "ratio") == (36887, 42157, 52696)
+    assert split_of("data/ETTh1.csv") == "etth"
+    assert split_of("ETTm2.csv") == "ettm"
+    assert split_of("weather.csv") == "ratio"
+    with pytest.raises(ValueError, match="needs 14400 rows; the file has 100"):
+        bounds_of(100, "etth")
+
+
+def test_the_first_target_of_a_part_is_its_first_row():
+    values = np.arange(14400.0)[:, None]
+    benchmark = Benchmark(values, "etth")
+    test = benchmark.windows("test", 96, 96)
+    assert len(test) == 2785
+    past, target = test.take(torch.tensor([0, 2784]))
+    plain = benchmark.scaler.undo(target[..., 0].numpy().astype(float)[..., None])
+    assert plain[0, 0, 0] == pytest.approx(11520)
+    assert plain[1, -1, 0] == pytest.approx(14399)
+    assert past.shape == (2, 96, 1)
+    # The scale is that of the training rows alone, with the population's deviation.
+    assert benchmark.scaler.mean[0] == pytest.approx(8639 / 2)
+    assert benchmark.scaler.scale[0] == pytest.approx(np.arange(8640).std())
+
+
+def test_no_window_is_left_out_and_none_reaches_into_another_series():
+    values = torch.arange(30.0)[:, None]
+    windows = Windows(values, [(0, 12), (12, 30)], 4, 3)
+    assert len(windows) == 6 + 12
+    seen = torch.cat([torch.cat([a, b], 1) for a, b in windows.batches(5)])[..., 0]
+    assert len(seen) == 18
+    assert all(not (row[0] < 12 <= row[-1]) for row in seen)
+
+
+def test_too_few_rows_name_the_part():
+    with pytest.raises(ValueError, match=r"no window of 96 \+ 720 rows fits the validation part"):
+        Benchmark(np.zeros((3000, 1)), "ratio").windows("validation", 96, 720)
+
+
+def test_nlinear_finds_a_linear_law():
+    """A sine continues by a linear map of its past."""
+    values = torch.sin(torch.arange(400.0) / 5)[:, None].repeat(1, 2)
+    train, test = Windows(values, [(0, 300)], 16, 8), Windows(values, [(284, 400)], 16, 8)
+    assert errors(nlinear(train, 1e-9), test).mse < 1e-6
+    assert errors(repeat_last(8), test).mse > 0.1
+
+
+def test_errors_are_means_over_windows_horizon_and_channels():
+    values = torch.randn(50, 3)
+    windows = Windows(values, [(0, 50)], 5, 4)
+    found = errors(lambda past: torch.zeros(len(past), 4, 3), windows, size=7)
+    target = torch.stack([values[n + 5 : n + 9] for n in range(42)])
+    assert found.mse == pytest.approx(float(target.square().mean()), rel=1e-6)
+    assert found.mae == pytest.approx(float(target.abs().mean()), rel=1e-6)
+
+
+def test_a_constant_channel_has_a_scale():
+    assert Scaler.of(np.full((5, 1), 3.3)).apply(np.full((2, 1), 3.3)).tolist() == [[0.0], [0.0]]
+
+
+#: Published files, named by the environment variable TRELLIS_TIMESERIES; the figures of repeat-last
+#: at 96, 192, 336 and 720, and of NLinear at 96, were computed independently, MSE and MAE.
+DATA = Path(os.environ.get("TRELLIS_TIMESERIES", "data/timeseries"))
+ANCHORS = {
+    "ETTh1": ((1.294, 0.713), (1.325, 0.733), (1.330, 0.746), (1.335, 0.755)),
+    "ETTm1": ((1.214, 0.665), (1.261, 0.690), (1.287, 0.707), (1.322, 0.729)),
+    "weather": ((0.259, 0.254), (0.309, 0.292), (0.376, 0.338), (0.465, 0.394)),
+}
+#: Windows at lookback 96 and horizon 96.
+WINDOWS = {"ETTh1": 2785, "ETTm1": 11425, "weather": 10444}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANCHORS)
+def test_repeat_last_on_published_files(name):
+    path = DATA / f"{name}.csv"
+    if not path.is_file():
+        pytest.skip(f"there is no {path}; TRELLIS_TIMESERIES names the folder of {name}.csv")
+    (series,) = read_series(path, keep_sentinels=True).series
+    benchmark = Benchmark(series.values, split_of(path))
+    for horizon, expected in zip((96, 192, 336, 720), ANCHORS[name]):
+        test = benchmark.windows("test", 96, horizon)
+        assert tuple(round(x, 3) for x in errors(repeat_last(horizon), test)) == expected
+    assert len(benchmark.windows("test", 96, 96)) == WINDOWS[name]
+    if name == "ETTh1":
+        found = errors(
+            nlinear(benchmark.windows("train", 96, 96)), benchmark.windows("test", 96, 96)
+        )
+        assert tuple(round(x, 3) for x in found) == (0.383, 0.392)
