@@ -125,7 +125,7 @@ def test_unordered_dates_are_sorted(read):
 def test_irregular_dates(read):
     lines = hourly()
     lines[5] = lines[5].replace("04:00", "04:07")
-    with pytest.raises(ValueError, match=r"row 6, .*04:07:00, does not lie a whole number of steps"):
+    with pytest.raises(ValueError, match=r"row 6, .*04:07:00, does not lie a whole number"):
         read(lines)
 
 

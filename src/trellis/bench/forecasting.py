@@ -69,8 +69,8 @@ def run(
     last = found[-1]
     stream_rate = 1e3 / (last["observe_ms"] + last["forecast_ms"])
     say(
-        f"a forecast after every row: {stream_rate:.0f} rows/s as a stream, {again:.0f} rows/s with "
-        f"a window of {window} read again, {stream_rate / again:.1f} times as many"
+        f"a forecast after every row: {stream_rate:.0f} rows/s as a stream, {again:.0f} rows/s "
+        f"with a window of {window} read again, {stream_rate / again:.1f} times as many"
     )
     return {
         "parameters": parameters, "channels": channels, "marks": found, "window": window,

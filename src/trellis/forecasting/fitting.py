@@ -227,11 +227,7 @@ def loss_of(model: nn.Module, name: str) -> Callable[[Tensor, Tensor], Tensor]:
     levels = getattr(getattr(model, "config", None), "quantiles", ())
     if levels:
         return lambda out, target: pinball(out, target, levels)
-    plain = {
-        "mse": nn.functional.mse_loss,
-        "mae": nn.functional.l1_loss,
-        "huber": nn.functional.huber_loss,
-    }[name]
+    plain: nn.Module = {"mse": nn.MSELoss, "mae": nn.L1Loss, "huber": nn.HuberLoss}[name]()
     return lambda out, target: plain(out[..., 0], target)
 
 

@@ -238,10 +238,9 @@ class ForecastModel(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
 
         self.apply(draw)
-        last = [self.head, None if self.future_map is None else self.future_map[-1]]
-        for module in last:
-            if module is not None:
-                nn.init.zeros_(module.weight)
+        nn.init.zeros_(self.head.weight)
+        if self.future_map is not None:
+            nn.init.zeros_(self.future_map[-1].weight)  # type: ignore[arg-type]
 
     def fingerprint(self) -> str:
         """A hash of the configuration and of every weight: states of this model alone carry it."""

@@ -237,7 +237,8 @@ class _Reader:
             groups.setdefault(row[1][who], []).append(row)
         if "" in groups:
             raise ValueError(f"{self.path}: unique_id is empty in row {groups[''][0][0]}")
-        found, steps = [], {}
+        found: list[Series] = []
+        steps: dict[Step, str] = {}
         for name, group in groups.items():
             dates = [self.date(cells[when], "ds", number) for number, cells in group]
             values = np.array([[self.cell(cells[what], "y", number)] for number, cells in group])
