@@ -7,7 +7,17 @@ import torch
 from tests.support import TABLE, make_corpus, recipe
 from tests.test_cli import run
 
-from trellis.bench import decoding, gpu, measure, mixers, model, ops, registers, rounding
+from trellis.bench import (
+    decoding,
+    forecasting,
+    gpu,
+    measure,
+    mixers,
+    model,
+    ops,
+    registers,
+    rounding,
+)
 from trellis.cli.bench import Record, app
 from trellis.mixers import MIXERS
 from trellis.ops.memory import triton as backend
@@ -89,6 +99,18 @@ def test_the_cache_stays_flat_over_a_stream(tmp_path):
     assert (tmp_path / "stream.png").stat().st_size > 10_000
 
 
+def test_a_stream_of_forecasts_keeps_its_size(tmp_path):
+    said = []
+    result = forecasting.run(700, 2, 2, 32, said.append)
+    first, last = result["marks"]
+    assert (first["rows"], last["rows"]) == (1, 700)
+    assert first["state_bytes"] == last["state_bytes"]
+    assert result["times"] > 0
+    forecasting.draw(result, tmp_path / "stream.png")
+    assert (tmp_path / "stream.png").stat().st_size > 10_000
+    assert "rows/s as a stream" in said[-1]
+
+
 def test_the_time_of_a_token_in_every_decoder(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "copy_rate", lambda: 1e9)
     lines = []
@@ -132,7 +154,8 @@ def test_work_beside_a_busy_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["ops", "chunked", "model", "training", "stream", "decoding", "weights", "busy"]
+    "name",
+    ["ops", "chunked", "model", "training", "stream", "decoding", "weights", "busy", "forecast"],
 )
 def test_every_benchmark_is_a_command(name):
     assert name in {command.name for command in app.registered_commands}

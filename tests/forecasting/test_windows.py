@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from trellis.forecasting import read_series
 from trellis.forecasting.baselines import nlinear, repeat_last
+from trellis.forecasting.series import read_benchmark
 from trellis.forecasting.windows import Benchmark, Scaler, Windows, bounds_of, errors, split_of
 
 
@@ -73,6 +73,18 @@ def test_a_constant_channel_has_a_scale():
     assert Scaler.of(np.full((5, 1), 3.3)).apply(np.full((2, 1), 3.3)).tolist() == [[0.0], [0.0]]
 
 
+def test_a_benchmark_is_read_as_it_stands(tmp_path):
+    """Rows that are missing or doubled do not matter, and sentinels are data."""
+    path = tmp_path / "file.csv"
+    path.write_text("date,a,b\n2024-01-01,1,-9999\n2024-01-05,2,3\n2024-01-05,4,5\n")
+    names, values = read_benchmark(path)
+    assert names == ["a", "b"]
+    assert values.tolist() == [[1, -9999], [2, 3], [4, 5]]
+    path.write_text("date,a,b\n2024-01-01,1,2\n2024-01-02,2,\n")
+    with pytest.raises(ValueError, match="column 'b', row 3 is missing"):
+        read_benchmark(path)
+
+
 #: Published files, named by the environment variable TRELLIS_TIMESERIES; the figures of repeat-last
 #: at 96, 192, 336 and 720, and of NLinear at 96, were computed independently, MSE and MAE.
 DATA = Path(os.environ.get("TRELLIS_TIMESERIES", "data/timeseries"))
@@ -91,8 +103,8 @@ def test_repeat_last_on_published_files(name):
     path = DATA / f"{name}.csv"
     if not path.is_file():
         pytest.skip(f"there is no {path}; TRELLIS_TIMESERIES names the folder of {name}.csv")
-    (series,) = read_series(path, keep_sentinels=True).series
-    benchmark = Benchmark(series.values, split_of(path))
+    _, values = read_benchmark(path)
+    benchmark = Benchmark(values, split_of(path))
     for horizon, expected in zip((96, 192, 336, 720), ANCHORS[name]):
         test = benchmark.windows("test", 96, horizon)
         assert tuple(round(x, 3) for x in errors(repeat_last(horizon), test)) == expected

@@ -39,7 +39,7 @@ def run(
     parameters = sum(p.numel() for p in stream.forecaster.model.parameters())
     say(f"{parameters:,} parameters, {channels} channels, horizon {config.horizon}, one by one")
     found = []
-    places = np.unique(np.geomspace(min(1000, rows), rows, marks).astype(int))
+    places = np.unique(np.geomspace(max(1, rows / 1000), rows, marks).astype(int))
     for place in places:
         while stream.seen + TIMED < place:
             stream.observe(_rows(stream.seen, min(PORTION, place - TIMED - stream.seen), channels))

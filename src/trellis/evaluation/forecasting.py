@@ -28,7 +28,7 @@ from ..files import sha256_of, write_json
 from ..forecasting.baselines import nlinear, repeat_last
 from ..forecasting.fitting import FitOptions, fit, point_of
 from ..forecasting.model import ForecastConfig, ForecastModel, match_parameters
-from ..forecasting.series import read_series
+from ..forecasting.series import read_benchmark
 from ..forecasting.windows import Benchmark, Errors, Windows, errors, split_of
 from ..mixers import MIXERS
 from .runner import Job, Record, Records, Report, Table, slug
@@ -80,16 +80,15 @@ def run(
                 f"{name} needs neuralforecast: pip install 'trellis-memory[forecast]'",
                 name="neuralforecast",
             )
-    file = read_series(path, layout="wide", keep_sentinels=True)
-    (series,) = file.series
-    benchmark = Benchmark(series.values, split_of(path, split))
+    channels, values = read_benchmark(path)
+    benchmark = Benchmark(values, split_of(path, split))
     data = {"sha256": sha256_of(path), "split": benchmark.split, "part": part}
     records = Records(out, "forecast")
     chosen = [*BASELINES, *(name for name in models if name not in BASELINES)]
     tests = [
         _Test(
             benchmark, name, lookback, horizon, seed, part, model_fields or {}, fit_fields or {},
-            series.names, say,
+            channels, say,
         )
         for horizon in horizons for name in chosen
         for seed in ([0] if name in BASELINES else seeds)

@@ -133,6 +133,33 @@ def read_series(
     return reader.wide(names, rows, list(columns), date_column)
 
 
+def read_benchmark(path: str | Path) -> tuple[list[str], np.ndarray]:
+    """The names of the channels and the rows [N, C] of a benchmark's file, as they stand in it.
+
+    The first column, the date, is not looked at, as in the published loaders: rows count, though
+    some of these files lack a few. Sentinels are data.
+
+    Raises ValueError, with column and row, at a cell that is not a number.
+    """
+    path = Path(path)
+    names, rows = _table(path)
+    reader = _Reader(path, None, "refuse", (), True)
+    values = np.array(
+        [
+            [reader.cell(text, name, number) for text, name in zip(cells[1:], names[1:])]
+            for number, cells in rows
+        ]
+    )
+    missing = np.argwhere(np.isnan(values))
+    if len(missing):
+        row, column = missing[0]
+        raise ValueError(
+            f"{path}: column {names[1:][column]!r}, row {rows[row][0]} is missing; a benchmark "
+            "needs a number in every cell"
+        )
+    return names[1:], values
+
+
 def need_rows(series: Series, least: int, why: str, path: Path) -> None:
     """Raises ValueError if a series has fewer rows than `least`."""
     if len(series.values) < least:
