@@ -31,6 +31,7 @@ MEASURED = (
     "docs/lab-notebook.md",
     "docs/parity.md",
     "docs/gpu.md",
+    "docs/forecasting.md",
 )
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 

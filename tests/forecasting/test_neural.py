@@ -133,3 +133,21 @@ def test_missing_rows_do_not_count():
     other = y.clone()
     other[:, :10] = 100
     assert torch.allclose(model(batch), model({**batch, "insample_y": other}), atol=1e-5)
+
+
+def test_peers_are_measured_on_the_same_windows(tmp_path):
+    from trellis.evaluation.forecasting import run
+
+    data = frame((400,))
+    data[["ds", "y", "heat"]].to_csv(tmp_path / "data.csv", index=False)
+    report = run(
+        tmp_path / "data.csv", tmp_path / "runs", lookback=48, horizons=[6],
+        models=["trellis", "patchtst", "nhits"], say=lambda line: None,
+        model_fields={"dim": 16, "heads": 2},
+        fit_fields={"steps": 4, "check_every": 2, "batch": 16},
+    )  # fmt: skip
+    found = {record["model"]["name"]: record["result"] for record in report.found}
+    assert set(found) == {"repeat-last", "nlinear", "trellis", "patchtst", "nhits"}
+    assert len({result["windows"] for result in found.values()}) == 1
+    assert all(np.isfinite(result["mse"]) for result in found.values())
+    assert found["patchtst"]["parameters"] > 100_000
