@@ -78,11 +78,16 @@ class Look(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What a training found. best: the look whose weights were kept."""
+    """What a training found.
+
+    best: the look whose weights were kept. seconds: of the clock. cpu_seconds: of the processor, on
+    all threads, in which other programs on the machine do not count.
+    """
 
     best: Look
     looks: list[Look]
     seconds: float
+    cpu_seconds: float
 
 
 def fit(
@@ -100,7 +105,7 @@ def fit(
 
     Raises ValueError if the loss is not finite, or if a part has no window.
     """
-    start = time.monotonic()
+    start, worked = time.monotonic(), time.process_time()
     running = getattr(getattr(model, "config", None), "normalizer", "window") == "running"
     draws = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed)  # of the dropout
@@ -161,7 +166,7 @@ def fit(
     assert best is not None
     model.load_state_dict(kept)
     model.eval()
-    return Fit(best, looks, time.monotonic() - start)
+    return Fit(best, looks, time.monotonic() - start, time.process_time() - worked)
 
 
 @torch.no_grad()
