@@ -107,6 +107,16 @@ def fit(
     """
     start, worked = time.monotonic(), time.process_time()
     running = getattr(getattr(model, "config", None), "normalizer", "window") == "running"
+    if running and options.context < model.config.patch:  # type: ignore
+        raise ValueError(
+            f"context must be at least a patch, {model.config.patch} rows; got "  # type: ignore
+            f"{options.context}"
+        )
+    if not len(train) or not len(validation):
+        raise ValueError(
+            f"train and validation must have windows of {train.lookback} + {train.horizon} rows; "
+            f"got {len(train)} and {len(validation)} windows"
+        )
     draws = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed)  # of the dropout
     if options.solve and isinstance(model, ForecastModel) and model.linear is not None:
@@ -279,7 +289,8 @@ def _segment_loss(
     chances = (room - config.lookback + 1).clamp(min=0).double()
     begin, end = train.spans[int(torch.multinomial(chances, 1, generator=draws))]
     context = min(options.context, end - begin - horizon)
-    rows = context - int(torch.randint(config.patch, (), generator=draws))
+    cut = int(torch.randint(config.patch, (), generator=draws))
+    rows = max(config.patch, context - cut)
     patches = rows // config.patch
     warm = min(config.lookback // config.patch, patches) - 1
     places = torch.randperm(patches - warm, generator=draws)[:PLACES].sort().values + warm

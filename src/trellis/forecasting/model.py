@@ -296,10 +296,6 @@ class ForecastModel(nn.Module):
             out = out + self.future_map(torch.cat([ahead, known], dim=-1))
         return self._channels_last(level.undo(out), batch)
 
-    def point(self, forecasts: Tensor) -> Tensor:
-        """Of forecasts [..., outputs] the single number: the median, or the point."""
-        return forecasts[..., self.config.point]
-
     # The running normaliser.
 
     def init_state(self, series: int) -> StreamState:
