@@ -136,9 +136,11 @@ def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -
     cache, points = model.init_cache(1), []
     start = time.monotonic()
     for mark in (m for m in MARKS if m <= ids.shape[1]):
-        while cache.seen < mark and (limit is None or time.monotonic() - start < limit):
-            model.read(ids[:, cache.seen : min(cache.seen + 1024, mark)], cache)
-        read = cache.seen == mark
+        done = cache.seen[0]
+        while done < mark and (limit is None or time.monotonic() - start < limit):
+            model.read(ids[:, done : min(done + 1024, mark)], cache)
+            done = cache.seen[0]
+        read = done == mark
         here = cache.clone() if read else stretched(cache, mark)
         size, times = here.nbytes, []
         for token in range(DECODED):
@@ -154,7 +156,7 @@ def stretched(cache: TrellisCache, tokens: int) -> TrellisCache:
     longer = cache.detach()
     longer.states = [
         AttentionState(
-            *(part[:, :, torch.arange(tokens) % cache.seen] for part in (state.keys, state.values)),
+            *(part[:, :, torch.arange(tokens) % cache.seen[0]] for part in (state.keys, state.values)),
             torch.full_like(state.length, tokens),
         )
         for state in longer.states

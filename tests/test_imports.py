@@ -9,7 +9,7 @@ import trellis
 
 SOURCE = Path(trellis.__file__).parent
 #: From the bottom up: a layer imports only layers before it.
-LAYERS = ["ops", "mixers", "models", "data", "training", "evaluation", "bench", "cli"]
+LAYERS = ["ops", "mixers", "models", "data", "training", "evaluation", "serving", "bench", "cli"]
 
 
 def imported_layers(path):

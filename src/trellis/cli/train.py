@@ -176,7 +176,7 @@ def generate(
         raise ValueError(f"--samples must be 1 with --interactive or --state-out; got {samples}")
     model, tokenizer = load_run(run, step, device)
     cache = model.init_cache(1) if state_in is None else TrellisCache.load(state_in, model)
-    before = cache.seen
+    before = cache.get_seq_length()
     draw = partial(new_text, model, tokenizer, temperature=temperature, top_p=top_p, top_k=top_k)
     if prompt or not interactive:
         # Where reading takes seconds, a bar shows it.
@@ -194,13 +194,13 @@ def generate(
         parts = draw(line, cache, seed=seed + len(texts), max_tokens=max_tokens)
         texts.append(_shown("", parts))
     if not max_tokens:
-        typer.echo(f"read {cache.seen - before:,} tokens")
+        typer.echo(f"read {cache.get_seq_length() - before:,} tokens")
     if state_out is not None:
         cache.save(state_out)
         typer.echo(
-            f"state after {cache.seen:,} tokens, {cache.nbytes:,} bytes: {state_out}", err=True
+            f"state after {cache.get_seq_length():,} tokens, {cache.nbytes:,} bytes: {state_out}", err=True
         )
-    return {"prompt": prompt, "texts": texts, "tokens": cache.seen, "state": state_out}
+    return {"prompt": prompt, "texts": texts, "tokens": cache.get_seq_length(), "state": state_out}
 
 
 def _shown(prompt: str, parts: Iterable[str]) -> str:

@@ -97,6 +97,24 @@ class TextTokenizer:
         encoded = iter(self._encode_whole([piece for some in pieces for piece in some]))
         return [np.concatenate([next(encoded) for _ in some]) for some in pieces]
 
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of a text that comes in parts, piece by piece: the same as those of the whole.
+
+        Where the text can be cut, only a piece of it is in memory at a time.
+        """
+        held = ""
+        for part in parts:
+            held += part
+            if self._bytes:
+                yield self.encode(held)
+                held = ""
+            elif len(held) > 2 * _PIECE_CHARACTERS and self._place is not None:
+                *pieces, held = cut(held, self._place, _PIECE_CHARACTERS)
+                for piece in pieces:
+                    yield self.encode(piece)
+        if held:
+            yield self.encode(held)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)

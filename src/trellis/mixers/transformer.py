@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +89,16 @@ class TransformerMixer(Mixer):
         empty = torch.zeros(shape, dtype=weight.dtype, device=device)
         return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 
+    def join_states(self, states: Sequence[AttentionState]) -> AttentionState:
+        """Sequences of different lengths end in the last column; no column is empty in all."""
+        length = torch.cat([state.length for state in states])
+        columns = int(min(int(length.max()), self._kept)) if len(length) else 0
+        keys, values = (
+            torch.cat([_aligned(getattr(state, name), columns) for state in states])
+            for name in ("keys", "values")
+        )
+        return AttentionState(keys, values, length)
+
     def state_size(self, tokens: int | None = None) -> float:
         columns = min(math.inf if tokens is None else tokens, self._kept)
         return 2 * self.heads * self.head_dim * columns + 1
@@ -144,15 +155,7 @@ class TransformerMixer(Mixer):
             states.append(after)
         if not states:
             return q, state
-        # The state has no column that is empty in every sequence, also where the sequences got
-        # their tokens in different calls.
-        longest = int(min(max(int(s.length) for s in states), self._kept))
-        keys = [_aligned(s.keys, longest) for s in states]
-        values = [_aligned(s.values, longest) for s in states]
-        joined = AttentionState(
-            torch.cat(keys), torch.cat(values), torch.cat([s.length for s in states])
-        )
-        return torch.cat(outputs, dim=2), joined
+        return torch.cat(outputs, dim=2), self.join_states(states)
 
     def _attend_packed_at_once(
         self,

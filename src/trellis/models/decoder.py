@@ -113,7 +113,7 @@ def decode(
         or input_ids.dtype not in (torch.int32, torch.int64)
         or not 0 < input_ids.shape[0] <= MOST_ROWS
         or input_ids.shape[0] != cache.batch_size
-        or not _all_real(mask, input_ids.shape, cache.seen)
+        or not _all_real(mask, input_ids.shape, cache.get_seq_length())
     ):
         return None
     decoder = Decoder.of(model)
@@ -310,7 +310,7 @@ class Decoder:
             if t >= first and place is not logits:
                 logits[:, t - first] = place
         cache.session = session
-        cache.seen, cache.last = cache.seen + tokens, None
+        cache.advance(tokens)
         return logits
 
 
