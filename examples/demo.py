@@ -60,6 +60,12 @@ def main() -> None:
     print(f"\n{time.monotonic() - started:.0f} seconds in all. Try next:\n")
     print(f'  .venv/bin/trellis generate {trellis} --prompt "import "')
     print(f"  .venv/bin/trellis train {trellis} --resume --set train.steps=400")
+    print(f"\nThe model on a page, at http://127.0.0.1:8000/:\n\n  {serve_command(trellis)}")
+
+
+def serve_command(run: Path) -> str:
+    """The command that serves a run. Its sessions are kept beside the run."""
+    return f".venv/bin/trellis serve {run} --state-dir {run.parent / 'states'}"
 
 
 def _free(path: Path) -> Path:
@@ -153,10 +159,13 @@ def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -
 
 def stretched(cache: TrellisCache, tokens: int) -> TrellisCache:
     """A cache of attention with so many columns, which repeat those of the given one."""
-    longer = cache.detach()
+    longer, columns = cache.detach(), torch.arange(tokens) % cache.seen[0]
     longer.states = [
         AttentionState(
-            *(part[:, :, torch.arange(tokens) % cache.seen[0]] for part in (state.keys, state.values)),
+            *(
+                part[:, :, torch.arange(tokens) % cache.seen[0]]
+                for part in (state.keys, state.values)
+            ),
             torch.full_like(state.length, tokens),
         )
         for state in longer.states

@@ -211,7 +211,7 @@ def test_sequences_of_any_lengths_join_and_part(stack):
     joined = TrellisCache.join(alone)
     assert (joined.seen, joined.batch_size) == ([5, 21, 9], 3)
     assert joined.get_seq_length() == 21
-    for row, (cache, n) in enumerate(zip(alone, lengths)):
+    for row, cache in enumerate(alone):
         assert torch.equal(joined.last[row], cache.last[0])
     together = [model(more[:, t : t + 1], past_key_values=joined).logits for t in range(6)]
     for row, (cache, n) in enumerate(zip(alone, lengths)):

@@ -198,7 +198,8 @@ def generate(
     if state_out is not None:
         cache.save(state_out)
         typer.echo(
-            f"state after {cache.get_seq_length():,} tokens, {cache.nbytes:,} bytes: {state_out}", err=True
+            f"state after {cache.get_seq_length():,} tokens, {cache.nbytes:,} bytes: {state_out}",
+            err=True,
         )
     return {"prompt": prompt, "texts": texts, "tokens": cache.get_seq_length(), "state": state_out}
 

@@ -32,7 +32,8 @@ def generate(
     tokenizer: a `trellis.data.TextTokenizer`. The cache may have read any text before the prompt;
     afterwards it has also read the prompt and every new token, so that it can be saved and used
     again. Without a prompt the text goes on from what `model.read` has read into the cache, or
-    begins a document. temperature, top_p, top_k: as in `Sampling`. progress: called with the number of tokens whenever a part of the prompt is read.
+    begins a document. temperature, top_p, top_k: as in `Sampling`. progress: called with the number
+    of tokens whenever a part of the prompt is read.
 
     Raises:
         ValueError: an option is out of range; or the prompt has no token, and neither the cache nor
@@ -61,7 +62,8 @@ def generate(
             else:
                 new = torch.tensor([[token]], device=model.device)
                 logits = model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
-            (token,) = choose(logits.float().cpu()[None], [way], [source])
+            known = logits[: tokenizer.vocab_size]  # a model may have rows to spare
+            (token,) = choose(known.float().cpu()[None], [way], [source])
             if token == tokenizer.end_of_document:
                 break
             if text := decoder.feed(token):
@@ -95,7 +97,7 @@ class Sampling:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """The source of one text's random numbers. Raises ValueError if torch does not take the seed."""
+    """The source of one text's random numbers. Raises ValueError at a seed that torch refuses."""
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must be from -2^63 to 2^64 - 1; got {seed}")
     return torch.Generator().manual_seed(seed)
@@ -151,9 +153,8 @@ def _from_likeliest(scaled: Tensor, ways: list[Sampling], uniform: Tensor) -> li
     top_p = _column([way.top_p for way in ways])
     found = _places(_nucleus(chances, top_p), uniform)
     tokens = order.gather(1, torch.tensor(found)[:, None])[:, 0].tolist()
-    enough = (chances.sum(-1, keepdim=True) >= top_p) & (top_p < 1) | limited & (
-        most <= values.shape[1]
-    )
+    reached = (chances.sum(-1, keepdim=True) >= top_p) & (top_p < 1)
+    enough = torch.where(limited, most <= values.shape[1], reached)
     for n in (~enough).flatten().nonzero().flatten().tolist():  # more than the first few are needed
         values, order = scaled[n].sort(descending=True)
         chances = values[: ways[n].top_k].softmax(-1)[None]

@@ -34,7 +34,18 @@ from ..models.modeling import TrellisForCausalLM
 from ..models.sampling import Sampling
 from . import schema
 from .chat import NO_TEMPLATE, SYSTEM, ChatTemplate
-from .engine import Busy, Engine, Event, Failed, Finished, Job, Progress, Text, TimeIsUp, TokenChance
+from .engine import (
+    Busy,
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Progress,
+    Text,
+    TimeIsUp,
+    TokenChance,
+)
 from .metrics import Metrics
 from .observer import check_place, trellis_layers
 from .states import DamagedState, NoRoom, State, Store, UnknownState, file_name, new_id
@@ -347,9 +358,7 @@ def create_app(service: Service) -> FastAPI:
             raise UnknownState(after)
         start = ids.index(after) + 1 if after else 0
         data = [_public(service, state, short=True) for state in found[start : start + limit]]
-        return answer(
-            {"object": "list", "data": data, "has_more": len(found) > start + len(data)}
-        )
+        return answer({"object": "list", "data": data, "has_more": len(found) > start + len(data)})
 
     @app.post("/v1/states", status_code=201)
     async def upload(
@@ -768,9 +777,7 @@ class _Response(_Answer):
             if self.parent is None:
                 ids, places = await asyncio.to_thread(template.encode, messages)
             else:
-                ids = await asyncio.to_thread(
-                    template.encode_next, messages, self.parent.ended
-                )
+                ids = await asyncio.to_thread(template.encode_next, messages, self.parent.ended)
         return [self.job(ids, cache, max_tokens=body.max_output_tokens or DEFAULT_TOKENS,
                          places=places, keep_state=kept)]  # fmt: skip
 
@@ -963,7 +970,7 @@ async def _read(
             async for _, event in run:
                 if isinstance(event, Progress):
                     told = {"type": "progress", "tokens": event.tokens,
-                            "bytes": document.bytes_of(event.tokens), "total_bytes": size}  # fmt: skip
+                            "total_bytes": size, "bytes": document.bytes_of(event.tokens)}  # fmt: skip
                     yield sse(told)
                 elif isinstance(event, Finished):
                     done = event
@@ -1070,5 +1077,3 @@ def _is_local(host: str) -> bool:
     except ValueError:
         return False
     return name in ("localhost", "127.0.0.1", "::1")
-
-

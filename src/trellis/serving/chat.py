@@ -72,10 +72,13 @@ class ChatTemplate:
             one, two = (self.render([*messages[:first], {"role": "user", "content": c}])
                         for c in ("\ue000", "\ue001"))  # fmt: skip
             shared = next((n for n, (a, b) in enumerate(zip(one, two)) if a != b), 0)
-            if text[:shared] == one[:shared]:
-                places = [len(self._ids(text[:shared]))]
+            system = self._ids(one[:shared])
+            if np.array_equal(self._ids(text)[: len(system)], system):
+                places = [len(system)]
         ids = self._ids(text)
-        return ids, [place for place in places if np.array_equal(ids[:place], self._ids(one[:shared]))]
+        return ids, [
+            place for place in places if np.array_equal(ids[:place], self._ids(one[:shared]))
+        ]
 
     def encode_next(self, messages: list[dict[str, str]], ended: bool) -> np.ndarray:
         """The ids of further turns, after a state that has read a conversation up to an answer.

@@ -186,7 +186,8 @@ class Engine:
         self.segment, self.most_rows, self.most_waiting = segment, most_rows, most_waiting
         self.group_rows = MOST_ROWS if model.device.type == "cpu" else most_rows
         self.grows = any(
-            math.isinf(block.mixer.state_size()) for block in model.model.layers  # type: ignore
+            math.isinf(block.mixer.state_size())
+            for block in model.model.layers  # type: ignore
         )
         self.waiting: deque[Job] = deque()
         self.reading: deque[Job] = deque()
@@ -437,6 +438,7 @@ class Engine:
 
     def _draw(self, rows: list[Row], logits: Tensor, group: Group | None = None) -> list[Row]:
         """Draws the next token of every row. Returns the rows that go on."""
+        logits = logits[:, : self.tokenizer.vocab_size]  # a model may have rows to spare
         finite = logits.isfinite().all(-1).tolist()
         chosen = choose(logits, [row.job.way for row in rows], [row.source for row in rows])
         going = []

@@ -31,9 +31,7 @@ def check_place(model: TrellisForCausalLM, layer: int, head: int) -> None:
     if not layers:
         raise ValueError("memory cannot be shown: the model has no Trellis layer")
     if layer not in layers:
-        raise ValueError(
-            f"memory.layer must be one of {', '.join(map(str, layers))}; got {layer}"
-        )
+        raise ValueError(f"memory.layer must be one of {', '.join(map(str, layers))}; got {layer}")
     if not 0 <= head < layers[layer]:
         raise ValueError(f"memory.head must be from 0 to {layers[layer] - 1}; got {head}")
 
@@ -68,8 +66,8 @@ class Observer:
             after = self._memories()
             found.append({
                 "token": token_texts(self.tokenizer, [token])[0],
-                "forget": _numbers(torch.stack([g[0, 0, self.head].exp() for g in inputs.log_beta])),
-                "step": _numbers(torch.stack([g[0, 0, self.head] for g in inputs.gamma])),
+                "forget": _numbers(torch.stack(inputs.log_beta)[:, 0, 0, self.head].exp()),
+                "step": _numbers(torch.stack(inputs.gamma)[:, 0, 0, self.head]),
                 "keys": _numbers(after[0].norm(dim=-1)),
                 "values": _numbers(after[1].norm(dim=-1)),
                 "written": _numbers((after[1] - before[1]).norm(dim=-1)),

@@ -58,16 +58,17 @@ class Request(BaseModel):
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0), "logit_bias": ({},), "tools": ([],), "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "modalities": (["text"],), "reasoning_effort": ("none",),
-    "reasoning": ({},), "text": ({}, {"format": {"type": "text"}}), "truncation": ("auto", "disabled"),
-    "include": ([],), "background": (False,), "service_tier": ("auto", "default"), "prompt": (),
-    "metadata": ({},), "store": (False,), "verbosity": (), "prediction": (), "audio": (),
-    "max_tool_calls": (), "top_logprobs": (0,), "conversation": (), "safety_identifier": (),
-    "prompt_cache_key": (), "prompt_cache_retention": (), "web_search_options": (), "logprobs": (),
-    "n": (1,), "stop": ([],), "seed": (),
+    "audio": (), "background": (False,), "best_of": (1,), "conversation": (), "echo": (False,),
+    "frequency_penalty": (0, 0.0), "function_call": ("none", "auto"), "functions": ([],),
+    "include": ([],), "logit_bias": ({},), "logprobs": (), "max_tool_calls": (), "metadata": ({},),
+    "modalities": (["text"],), "n": (1,), "parallel_tool_calls": (True, False), "prediction": (),
+    "presence_penalty": (0, 0.0), "prompt": (), "prompt_cache_key": (),
+    "prompt_cache_retention": (), "reasoning": ({},), "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},), "safety_identifier": (), "seed": (),
+    "service_tier": ("auto", "default"), "stop": ([],), "store": (False,), "suffix": ("",),
+    "text": ({}, {"format": {"type": "text"}}), "tool_choice": ("none", "auto"), "tools": ([],),
+    "top_logprobs": (0,), "truncation": ("auto", "disabled"), "verbosity": (),
+    "web_search_options": (),
 }  # fmt: skip
 
 

@@ -82,7 +82,9 @@ def is_loopback(host: str) -> bool:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError as error:
-        raise ValueError(f"--host must be an address of this machine; got {host!r}: {error}") from None
+        raise ValueError(
+            f"--host must be an address of this machine; got {host!r}: {error}"
+        ) from None
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
 
 
@@ -110,7 +112,9 @@ def open_service(model: str, settings: Settings) -> Service:
     limits = settings.limits
     if not engine.grows:  # a state of this model is never larger
         limits.upload_bytes = min(limits.upload_bytes, 2 * network.init_cache(1).nbytes + 2**20)
-    return Service(name_of(model), network, tokenizer, template, store, engine, metrics, limits, key)
+    return Service(
+        name_of(model), network, tokenizer, template, store, engine, metrics, limits, key
+    )
 
 
 class Server(uvicorn.Server):

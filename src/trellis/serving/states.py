@@ -3,8 +3,8 @@
 A state is the whole past of a session. In memory all states share one budget. With a folder, each
 named state is also a pair of files there:
 
-    state_3f...json          what is known about it: its parent, name, tokens, the file with its data
-    3f....safetensors        the cache; forks share one
+    state_3f...json          what is known about it: its parent, name, tokens, data
+    8c....safetensors        its data, the cache; forks share one
 
 The JSON file is written last, so a state is listed after a crash if and only if it is whole.
 """
@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -436,9 +434,9 @@ def check_content(cache: TrellisCache) -> None:
             columns = min(int(state.length), block.mixer._kept)
             if state.keys.shape != state.values.shape or state.keys.shape[2] != columns:
                 raise ValueError("a state must hold keys and values of the tokens that it has read")
-        elif isinstance(state, TrellisState) and state.memory.offset is not None:
-            if not 0 <= int(state.memory.offset) < block.mixer.config.minibatch:
-                raise ValueError("a state must be at a place inside of a mini-batch")
+        offset = state.memory.offset if isinstance(state, TrellisState) else None
+        if offset is not None and not 0 <= int(offset) < block.mixer.config.minibatch:
+            raise ValueError("a state must be at a place inside of a mini-batch")
 
 
 def _digest(ids: Sequence[int] | np.ndarray) -> str:
@@ -456,5 +454,3 @@ def file_name(state: State) -> str:
     """A name for a downloaded state that any system takes."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", state.name or "").strip("-.")[:60]
     return f"{plain or state.id}.safetensors"
-
-

@@ -107,7 +107,8 @@ function sessions() {
       chain.push(plain[0]);
     }
     const named = chain.findLast((s) => s.name);
-    const name = named?.name || chain.find((s) => s.preview)?.preview || (state.kind === "fork" ? "fork" : state.id);
+    const preview = chain.find((s) => s.preview)?.preview.split("\n")[0].slice(0, 60);
+    const name = named?.name || preview || (state.kind === "fork" ? "fork" : state.id);
     return { chain, last: chain.at(-1), name, below: below.map(session) };
   };
   return (children.get(null) || []).map(session).reverse();
@@ -391,34 +392,40 @@ function drawMemory() {
   $("memory").hidden = !seen.length;
   $("watching").hidden = seen.length > 0;
   if (!seen.length) return;
-  const gates = canvas("gates");
-  if (!gates) return;
-  const step = gates.width / seen.length;
-  const line = (pick, name, dashed) => {
-    gates.drawing.strokeStyle = color(name);
-    gates.drawing.lineWidth = 1.6;
-    gates.drawing.setLineDash(dashed);
-    gates.drawing.beginPath();
-    seen.forEach((one, n) => {
-      const px = (n + 0.5) * step, py = gates.height - 3 - (gates.height - 6) * Math.min(1, pick(one));
-      if (n) gates.drawing.lineTo(px, py); else gates.drawing.moveTo(px, py);
+  for (const [id, name] of [["forget", "--keep"], ["step", "--write"]]) {
+    const made = canvas(id);
+    if (!made) return;
+    const { drawing, width, height } = made;
+    const wide = width / seen.length;
+    drawing.fillStyle = color(name);
+    seen.forEach((one, n) => {  // bars of the value memory, a line for the key memory
+      const tall = (height - 2) * Math.min(1, one[id][1]);
+      drawing.globalAlpha = 0.45;
+      drawing.fillRect(n * wide, height - tall, Math.max(1, wide - (wide > 4 ? 1 : 0)), tall);
     });
-    gates.drawing.stroke();
-  };
-  line((one) => one.forget[0], "--keep", [2, 3]);
-  line((one) => one.forget[1], "--keep", []);
-  line((one) => one.step[0], "--write", [2, 3]);
-  line((one) => one.step[1], "--write", []);
+    drawing.globalAlpha = 1;
+    drawing.strokeStyle = color(name);
+    drawing.lineWidth = 1.3;
+    drawing.beginPath();
+    seen.forEach((one, n) => {
+      const x = (n + 0.5) * wide, y = height - (height - 2) * Math.min(1, one[id][0]);
+      if (n) drawing.lineTo(x, y); else drawing.moveTo(x, y);
+    });
+    drawing.stroke();
+  }
 
-  const slots = canvas("slots");
+  // The strength of slots as a small picture, which the browser enlarges.
   const most = Math.max(...seen.map((one) => Math.max(...one.values)), 1e-9);
   const rows = seen[0].values.length;
-  slots.drawing.fillStyle = color("--ours");
+  const slots = $("slots");
+  slots.width = seen.length;
+  slots.height = rows;
+  const drawing = slots.getContext("2d");
+  drawing.fillStyle = color("--ours");
   seen.forEach((one, n) => one.values.forEach((value, row) => {
-    slots.drawing.globalAlpha = Math.pow(value / most, 0.7);
-    slots.drawing.fillRect(n * step, (row * slots.height) / rows, Math.ceil(step), Math.ceil(slots.height / rows));
+    drawing.globalAlpha = Math.pow(value / most, 1.3);
+    drawing.fillRect(n, row, 1, 1);
   }));
-  slots.drawing.globalAlpha = 1;
 
   const last = seen.findLast((one) => one.picture);
   if (!last) return;
@@ -456,7 +463,7 @@ function drawPicture(target, { shape: [height, width], data }) {
   drawing.putImageData(image, 0, 0);
 }
 
-for (const id of ["gates", "slots"]) {
+for (const id of ["forget", "step", "slots"]) {
   $(id).addEventListener("pointermove", (event) => {
     const place = Math.floor((event.offsetX / $(id).clientWidth) * page.tokens.length);
     const one = page.tokens[place];
