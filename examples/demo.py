@@ -162,10 +162,7 @@ def stretched(cache: TrellisCache, tokens: int) -> TrellisCache:
     longer, columns = cache.detach(), torch.arange(tokens) % cache.seen[0]
     longer.states = [
         AttentionState(
-            *(
-                part[:, :, torch.arange(tokens) % cache.seen[0]]
-                for part in (state.keys, state.values)
-            ),
+            *(part[:, :, columns] for part in (state.keys, state.values)),
             torch.full_like(state.length, tokens),
         )
         for state in longer.states

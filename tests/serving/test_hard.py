@@ -339,7 +339,7 @@ def test_500_drawn_requests_find_no_server_error(model, tmp_path):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, settings
 
-    options = ("--state-dir", tmp_path, "--max-seconds", "3", "--max-request-mb", "1")
+    options = ("--state-dir", tmp_path, "--max-seconds", "0.5", "--max-request-mb", "1")
     with serving(model, *options) as server:
         _, state = complete(server.client, "a state to draw requests about", max_tokens=4)
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

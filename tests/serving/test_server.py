@@ -135,7 +135,7 @@ def test_a_state_goes_on_and_forks(client, server):
 
 
 def test_states_are_listed_renamed_and_deleted(client, server):
-    _, state = complete(client, "keep me", max_tokens=4, name=None)
+    _, state = complete(client, "keep me", max_tokens=4)
     path = f"/v1/states/{state['id']}"
     found = server.ask("GET", path).json()
     assert found["input"] == "keep me"

@@ -17,6 +17,8 @@ NO_TEMPLATE = (
     "/v1/completions or as the `input` of /v1/responses, or put a "
     f"{TEMPLATE} into the model's folder"
 )
+#: Roles whose messages come before the first turn.
+SYSTEM = ("system", "developer")
 #: A turn that stands in for those that a state has read.
 _BEFORE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\ue000"}]
 
@@ -65,20 +67,16 @@ class ChatTemplate:
     def encode(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[int]]:
         """The ids of a conversation, and the place, in tokens, where what is before the first turn
         ends: the system's message, which many conversations share."""
-        text = self.render(messages)
-        places = []
+        ids, places = self._ids(self.render(messages)), []
         first = next((n for n, m in enumerate(messages) if m["role"] not in SYSTEM), 0)
         if first:
             one, two = (self.render([*messages[:first], {"role": "user", "content": c}])
                         for c in ("\ue000", "\ue001"))  # fmt: skip
-            shared = next((n for n, (a, b) in enumerate(zip(one, two)) if a != b), 0)
-            system = self._ids(one[:shared])
-            if np.array_equal(self._ids(text)[: len(system)], system):
+            same = next((n for n, (a, b) in enumerate(zip(one, two)) if a != b), 0)
+            system = self._ids(one[:same])
+            if np.array_equal(ids[: len(system)], system):
                 places = [len(system)]
-        ids = self._ids(text)
-        return ids, [
-            place for place in places if np.array_equal(ids[:place], self._ids(one[:shared]))
-        ]
+        return ids, places
 
     def encode_next(self, messages: list[dict[str, str]], ended: bool) -> np.ndarray:
         """The ids of further turns, after a state that has read a conversation up to an answer.
@@ -94,6 +92,3 @@ class ChatTemplate:
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.inner.encode(text, add_special_tokens=False), np.int64)
-
-
-SYSTEM = ("system", "developer")

@@ -17,10 +17,11 @@ import uvicorn
 
 from ..evaluation.models import check_exists, name_of
 from ..training.run import load_run
-from .api import Limits, Service, create_app
+from .api import create_app
 from .chat import ChatTemplate
 from .engine import Engine
 from .metrics import Metrics
+from .service import Limits, Service
 from .states import Store
 
 #: The environment variable that may hold the API key.
