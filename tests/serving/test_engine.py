@@ -290,7 +290,7 @@ def test_the_observer_sees_what_inspection_measures():
         norms = [np.square(one[name]).sum() ** 0.5 for one in seen]
         assert np.allclose(norms, arrays[f"{name}_memory_norm"][1, 1], atol=1e-3)
     assert seen[0]["token"] == "l"
-    assert len(seen[-1]["words"]) == 8
+    assert len(seen[-1]["words"]) == 6
 
 
 # The store.

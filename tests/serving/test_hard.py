@@ -270,7 +270,7 @@ def test_10_gb_are_cut_off_at_the_limit(model, tmp_path):
 
 def test_a_full_queue_is_told_with_the_time_to_wait(model):
     with serving(model, "--sessions", "1", "--queue", "1") as server:
-        body = {"prompt": "endless", "max_tokens": 10**8, "stream": True, "temperature": 1}
+        body = {"prompt": "endless", "max_tokens": 10**8, "stream": True, "temperature": 0}
         one = requests.post(
             f"{server.url}/v1/completions", json=body, stream=True, timeout=PATIENCE
         )
@@ -293,7 +293,7 @@ def test_a_full_queue_is_told_with_the_time_to_wait(model):
 def test_time_per_request(model):
     with serving(model, "--max-seconds", "2") as server:
         made = server.ask("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 10**8,
-                                                           "temperature": 1})  # fmt: skip
+                                                           "temperature": 0})  # fmt: skip
         (choice,) = made.json()["choices"]
         assert (choice["finish_reason"], choice["cut"]) == ("length", "time")
 
@@ -459,7 +459,7 @@ def test_the_page(model, tmp_path, browser):
         (expected, _) = complete(server.client, "hello page", max_tokens=80, return_state=False)
         assert text.split() == ("hello page" + expected).split()
         assert find("memory").is_displayed()
-        assert len(browser.find_elements(By.CSS_SELECTOR, "#words tr")) == 8
+        assert len(browser.find_elements(By.CSS_SELECTOR, "#words tr")) == 6
         drawn = browser.execute_script(
             "const c = document.getElementById('slots');"
             "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x)"
@@ -520,6 +520,24 @@ def test_the_page(model, tmp_path, browser):
         shot = os.environ.get("TRELLIS_SCREENSHOT")
         if shot:
             browser.save_screenshot(shot)
+
+
+def test_the_benchmark_measures_both_mixers():
+    from trellis.bench import serve
+
+    lines = []
+    result = serve.run(
+        "demo", ["trellis", "transformer"], [1, 2], 4, 200, 2, 1, False, lines.append
+    )
+    assert [row["server"] for row in result["servers"]] == [
+        "trellis serve, Trellis", "trellis serve, attention",
+    ]  # fmt: skip
+    for row in result["servers"]:
+        assert all(rate > 0 for rates in row["rates"].values() for rate in rates)
+        assert row["resume_seconds"] > 0
+    trellis, attention = (row["idle_state_bytes"] for row in result["servers"])
+    assert attention > trellis
+    assert len(lines) == 5
 
 
 def test_serving_needs_its_packages():

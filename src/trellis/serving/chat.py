@@ -38,6 +38,8 @@ class ChatTemplate:
             inner.encode_special_tokens = False
             name = None if self.end is None else inner.id_to_token(self.end)
             self.inner = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=name)
+        if self.inner.eos_token_id is not None:  # what ends a turn
+            self.end = tokenizer.end_of_document = self.inner.eos_token_id
         if (folder / TEMPLATE).is_file():
             self.inner.chat_template = (folder / TEMPLATE).read_text(encoding="utf-8")
         try:

@@ -249,7 +249,15 @@ class Engine:
                     if idle and not self.waiting:
                         self.changed.wait(TICK)
                     self._admit()
-                self._step()
+                try:
+                    self._step()
+                except Exception as error:  # such as a lack of memory for a larger batch
+                    log.exception("a step failed")
+                    jobs = [*self.reading, *(row.job for g in self.groups for row in g.rows)]
+                    self.reading.clear()
+                    self.groups = []
+                    for job in jobs:
+                        self._fail(job, error)
 
     def _admit(self) -> None:
         """Jobs begin in their order while there are places for their answers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -12,7 +14,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        about = {"registry": self.registry, "namespace": "trellis"}
+        about: dict[str, Any] = {"registry": self.registry, "namespace": "trellis"}
         self.requests = Counter(
             "requests", "Requests by path and status.", ["path", "status"], **about
         )

@@ -16,7 +16,7 @@ from ..models.cache import TrellisCache
 from ..models.modeling import TrellisForCausalLM
 
 #: Slots whose values are put into words, the strongest first, and words for each.
-SLOTS, WORDS = 8, 3
+SLOTS, WORDS = 6, 3
 
 
 def trellis_layers(model: TrellisForCausalLM) -> dict[int, int]:
