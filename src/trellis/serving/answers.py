@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.background import BackgroundTask
 
 from ..evaluation.inspection import token_texts
 from ..models.cache import TrellisCache
@@ -67,8 +68,10 @@ class Run:
             yield n, event
 
     def cancel(self) -> None:
+        """Gives up what is not finished; nothing happens if all is."""
         if self.left:
             self.service.metrics.cancelled.inc()
+        self.left = 0
         for job in self.jobs:
             self.service.engine.cancel(job)
 
@@ -78,7 +81,7 @@ class Run:
 
 
 class ClientGone(Exception):
-    pass
+    """Nobody waits for the answer any more."""
 
 
 async def unless_gone(request: Request, work: Any) -> Any:
@@ -122,7 +125,10 @@ async def streamed(run: Run, events: AsyncIterator[bytes]) -> Response:
             run.cancel()
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(
+        body(), media_type="text/event-stream", headers=headers,
+        background=BackgroundTask(run.cancel),  # also where the body was never begun
+    )  # fmt: skip
 
 
 class Answer:
