@@ -141,6 +141,7 @@ def serve(model: str, settings: Settings, say: Callable[[str], object] = print) 
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
+        listener.listen(max(128, settings.queue))  # clients wait while the application starts
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host {settings.host} --port {settings.port} cannot be used: {error}"
