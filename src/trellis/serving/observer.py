@@ -90,7 +90,7 @@ class Observer:
         """The tokens that the strongest slots' values point to, through the output map alone."""
         mixer: Any = self.model.model.layers[self.layer].mixer  # type: ignore[union-attr]
         strongest = values.norm(dim=-1).topk(min(SLOTS, len(values))).indices
-        size = mixer.head_dim
+        size = mixer.o_proj.in_features // mixer.heads
         columns = mixer.o_proj.weight[:, self.head * size : (self.head + 1) * size]
         stream = (values[strongest] * mixer.out_norm.weight) @ columns.T
         likeliest = self.model.lm_head(self.model.model.norm(stream)).topk(WORDS).indices
