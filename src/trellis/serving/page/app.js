@@ -200,6 +200,10 @@ async function open(id) {
     show(state.output, false, state.kind === "response");
   }
   $("text").scrollTop = $("text").scrollHeight;
+  const kind = whole.findLast((state) => ["completion", "response"].includes(state.kind))?.kind;
+  if (kind && page.model.trellis.chat) {  // go on as the session did
+    document.querySelector(`input[value=${kind === "response" ? "chat" : "complete"}]`).checked = true;
+  }
   closePanels();
 }
 
