@@ -472,7 +472,7 @@ def test_the_page(model, tmp_path, browser):
         wait_until(lambda: "a branch" in sessions() and len(sessions()) == 2, PATIENCE)
         browser.refresh()
         wait_until(lambda: find("title").text == "a branch", PATIENCE)
-        assert find("text").text.split() == text.split()
+        wait_until(lambda: find("text").text.split() == text.split(), PATIENCE)
         find("tokens").clear()
         find("tokens").send_keys("10")
         find("prompt").send_keys(" and on")
