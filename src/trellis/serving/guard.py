@@ -58,6 +58,9 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status >= 400 and not ended:  # or the server would take all of the body
+                    headers = [*message.get("headers", ()), (b"connection", b"close")]
+                    message = {**message, "headers": headers}
             elif status >= 400 and not ended and not message.get("more_body"):
                 await send({**message, "more_body": True})
                 with contextlib.suppress(asyncio.TimeoutError):
