@@ -17,6 +17,8 @@ from .service import Service
 #: answer.
 LINGER = 2.0
 LINGER_BYTES = 2**26
+#: Headers of requests that have a body.
+BODY = {b"content-length", b"transfer-encoding"}
 
 
 class Guard:
@@ -38,7 +40,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, ended = 500, False
+        status = 500
+        # Whether there is no more of the body to come.
+        ended = not {name for name, _ in scope["headers"]} & BODY
         limit = self.service.limits.request_bytes
         size = 0
 
