@@ -36,8 +36,8 @@ def save_model(folder, mixer="trellis", seed=0, template=True, **fields):
         "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.1, **fields,
     })  # fmt: skip
     model = TrellisForCausalLM(config).eval()
-    with torch.no_grad():  # the likeliest token never ends the document
-        model.model.embed_tokens.weight[tokenizer.end_of_document] = 0
+    with torch.no_grad():  # the likeliest token is ASCII, and never ends the document
+        model.model.embed_tokens.weight[128:] = 0
     model.save_pretrained(folder)
     tokenizer.save(folder)
     if template:
