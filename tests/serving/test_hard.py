@@ -274,7 +274,8 @@ def test_a_full_queue_is_told_with_the_time_to_wait(model):
         one = requests.post(
             f"{server.url}/v1/completions", json=body, stream=True, timeout=PATIENCE
         )
-        next(one.iter_lines())
+        lines = one.iter_lines()  # kept: where it is dropped, the connection is closed
+        next(lines)
         waiting = threading.Thread(
             target=lambda: server.ask("POST", "/v1/completions", json={"prompt": "w"})
         )
@@ -345,7 +346,7 @@ def test_500_drawn_requests_find_no_server_error(model, tmp_path):
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         statuses = []
         operations = list(schema.get_all_operations())
-        each = -(-500 // len(operations)) + 5
+        each = 60  # some operations have one request only
         for operation in operations:
             found = operation.ok()
 

@@ -29,6 +29,8 @@ from .states import State, new_id
 
 #: Answers of chats and responses that ask for no length.
 DEFAULT_TOKENS = 512
+#: An answer is given up if its client has left so many pieces of it unread.
+MOST_UNREAD = 20_000
 
 
 class Run:
@@ -47,6 +49,9 @@ class Run:
         service.engine.submit(*self.jobs)
 
     def _hear(self, n: int, event: Event) -> None:
+        if self.queue.qsize() > MOST_UNREAD and not self.jobs[n].cancelled:
+            self.service.engine.cancel(self.jobs[n])
+            event = Failed(ApiError(408, f"{MOST_UNREAD:,} pieces of the answer were not read"))
         with contextlib.suppress(RuntimeError):  # the server's loop has ended
             self.loop.call_soon_threadsafe(self.queue.put_nowait, (n, event))
 
