@@ -36,9 +36,9 @@ def test_chances(first, top_p, top_k, monkeypatch):
     chances = values[:top_k].softmax(-1)
     chances[1:] *= (chances.cumsum(-1) - chances)[1:] < top_p
     expected = torch.zeros(12).index_add(0, order[:top_k], chances / chances.sum())
-    count = 20_000
+    count = 5000
     ways, source = [Sampling(1.5, top_p, top_k)] * count, seeded(3)
     drawn = choose(logits.expand(count, 12), ways, [source] * count)
     found = torch.bincount(torch.tensor(drawn), minlength=12) / count
-    assert (found - expected).abs().max() < 0.015
+    assert (found - expected).abs().max() < 0.03
     assert not found[expected == 0].any()
