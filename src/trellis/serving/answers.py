@@ -423,7 +423,8 @@ class Responding(Answer):
         if kept:
             await asyncio.to_thread(self.service.store.check_room)
         self.parent, cache = await self.opened(body.previous_response_id)
-        self.input, places = "", []
+        self.input = ""
+        places: list[int] = []
         if template is None or (body.input is None and body.instructions is None):
             if isinstance(body.input, list) or body.instructions is not None:
                 param = "instructions" if body.instructions is not None else "input"

@@ -185,10 +185,8 @@ class Engine:
         self.model, self.tokenizer, self.store, self.metrics = model, tokenizer, store, metrics
         self.segment, self.most_rows, self.most_waiting = segment, most_rows, most_waiting
         self.group_rows = MOST_ROWS if model.device.type == "cpu" else most_rows
-        self.grows = any(
-            math.isinf(block.mixer.state_size())
-            for block in model.model.layers  # type: ignore
-        )
+        blocks: Any = model.model.layers
+        self.grows = any(math.isinf(block.mixer.state_size()) for block in blocks)
         self.waiting: deque[Job] = deque()
         self.reading: deque[Job] = deque()
         self.groups: list[Group] = []
@@ -281,17 +279,17 @@ class Engine:
         if self.groups:
             start = time.monotonic()
             for group in list(self.groups):
-                self._guarded(group.rows, lambda group=group: self._decode(group))
+                self._guarded(group)
             self.metrics.step.observe(time.monotonic() - start)
             self._part()
 
-    def _guarded(self, rows: list[Row], action: Callable[[], None]) -> None:
+    def _guarded(self, group: Group) -> None:
         """What fails in the batch fails for the jobs in it, and for no others."""
         try:
-            action()
+            self._decode(group)
         except Exception as error:
             log.exception("decoding failed")
-            for job in {row.job for row in rows}:
+            for job in {row.job for row in group.rows}:
                 self._fail(job, error)
 
     def _end_late(self) -> None:

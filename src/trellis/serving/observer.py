@@ -54,7 +54,7 @@ class Observer:
         """One entry for every token: `token`, the gates `forget` and `step` of both memories, and
         the norm of every slot's `keys` and `values`. The last entry has the memories as pictures,
         too, and words for the strongest slots."""
-        found = []
+        found: list[dict[str, Any]] = []
         for token in ids:
             before = self._memories()
             x = self.model.model.embed_tokens(torch.tensor([[token]], device=self.model.device))
@@ -83,12 +83,12 @@ class Observer:
         """The keys and the values of the head, [slots, channels] each."""
         memory = self.states[self.layer].memory
         keys, values = memory.keys[0, self.head], memory.values[0, self.head]
-        mixer: Any = self.model.model.layers[self.layer].mixer  # type: ignore[union-attr]
+        mixer: Any = self.model.model.layers[self.layer].mixer
         return keys, values if mixer.config.value_pass == "encode" else values.mT
 
     def _words(self, values: Tensor) -> list[dict[str, Any]]:
         """The tokens that the strongest slots' values point to, through the output map alone."""
-        mixer: Any = self.model.model.layers[self.layer].mixer  # type: ignore[union-attr]
+        mixer: Any = self.model.model.layers[self.layer].mixer
         strongest = values.norm(dim=-1).topk(min(SLOTS, len(values))).indices
         size = mixer.o_proj.in_features // mixer.heads
         columns = mixer.o_proj.weight[:, self.head * size : (self.head + 1) * size]
