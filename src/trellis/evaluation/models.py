@@ -93,13 +93,15 @@ class EvaluatedModel:
     def start(self) -> list[int]:
         """The tokens before a text that nothing precedes, as the model saw it in training.
 
-        For our models this is the token that ends documents. For a model of transformers it is what
+        For our models this is the token that ends documents, or the token that begins them where a
+        pretrained model that was imported has one. For a model of transformers it is what
         its tokenizer puts before every text; failing that, its token that begins texts; failing
         that, its token that ends them.
         """
         if self.prefix:
             return self.prefix
-        first = self.tokenizer.end_of_document if self.bos is None else self.bos
+        begins = self.network.config.bos_token_id if self.ours else self.bos
+        first = self.tokenizer.end_of_document if begins is None else begins
         return [] if first is None else [first]
 
     def check_context(self, tokens: int, what: str) -> None:

@@ -210,7 +210,7 @@ def read_llama2c(path: Path) -> TrellisForCausalLM:
             tie_word_embeddings=tied,
             bos_token_id=1,
             eos_token_id=1,
-        )  # fmt: skip
+        )
     )
     model.load_state_dict(weights)
     return model.eval()
