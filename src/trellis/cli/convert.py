@@ -14,7 +14,8 @@ from .train import exit_codes
 
 _MODEL = (
     "A folder of transformers with a model of the Llama family (llama, mistral, qwen2, qwen3), a "
-    ".gguf file of one, a .bin file of llama2.c, or a run or exported folder of ours with attention."
+    ".gguf file of one, a .bin file of llama2.c, or a run or exported folder of ours that has "
+    "attention."
 )
 
 
