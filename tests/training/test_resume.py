@@ -11,12 +11,10 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.support import (
     assert_identical,
     command,
     comparable,
-    contents,
     environment,
     make_corpus,
     recipe,
