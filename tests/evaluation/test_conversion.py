@@ -174,8 +174,22 @@ def kill_in(stages, model, corpus, out):
         assert process.wait() == (0 if stage is None else -signal.SIGKILL), errors
 
 
-def test_a_killed_stage_goes_on_bit_by_bit(converted, model, corpus, tmp_path):
-    kill_in(["distill"], model, corpus, tmp_path / "run")
+def test_an_interrupted_stage_goes_on_bit_by_bit(converted, model, corpus, tmp_path, monkeypatch):
+    steps = []
+
+    def breaks_down(trainer, stopping, step=loop.Trainer._train_step):
+        steps.append(trainer.step)
+        if len(steps) in (4, 10):  # in the first stage, and in the second
+            raise KeyboardInterrupt
+        return step(trainer, stopping)
+
+    monkeypatch.setattr(loop.Trainer, "_train_step", breaks_down)
+    given = model, corpus.path, tmp_path / "run", Conversion(keep_attention=1, **SMALL)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            conversion.convert(*given)
+    conversion.convert(*given)
+    assert len(steps) > sum(SMALL["steps"])
     assert_same_stages(converted[0], tmp_path / "run")
 
 
