@@ -433,8 +433,23 @@ class _Run:
             student, _ = load_run(self.out / "model")
             result = self._result(teacher, student, tokenizer, kept)
             write_json(path, result)
-        draw(result, picture)
+        draw(result, self._curve(), picture)
         return Report(result, list(_tables(result)), [path, picture, self.out / "model"])
+
+    def _curve(self) -> list[dict[str, Any]]:
+        """All validations of all stages; `tokens` counts those of the stages before, too."""
+        found, before = [], 0
+        for name, steps in zip(STAGES, self.chosen.steps):
+            if not steps:
+                continue
+            recipe = recipe_of(self.out / name)
+            tokens = recipe.rows * recipe.data.context
+            for record in read_metrics(self.out / name):
+                if "validation_loss" in record:
+                    at = before + record["step"] * tokens
+                    found.append({"stage": name, "tokens": at, **record})
+            before += steps * tokens
+        return found
 
     def _result(
         self,
@@ -444,13 +459,7 @@ class _Run:
         kept: list[int],
     ) -> dict[str, Any]:
         chosen = self.chosen
-        stages = {}
-        for name, steps in zip(STAGES, chosen.steps):
-            if steps:
-                recipe = recipe_of(self.out / name)
-                record = [r for r in read_metrics(self.out / name) if "validation_loss" in r][-1]
-                tokens = steps * recipe.rows * recipe.data.context
-                stages[name] = {**record, "steps": steps, "tokens": tokens}
+        stages = {record["stage"]: record for record in self._curve()}  # the last of each
         window = chosen.window or max(chosen.contexts)
         contexts = [chosen.contexts[0] // 2, *sorted({*chosen.contexts, 2 * max(chosen.contexts)})]
         measures = bypass(teacher, student, tokenizer, self.corpus.validation, contexts, window,
@@ -584,7 +593,7 @@ def _tables(result: dict[str, Any]) -> Iterator[Table | str]:
          f"{stage['teacher_validation_loss']:.4f}", f"{stage['validation_kl']:.4f}"]
         for name, stage in result["stages"].items()
     ]  # fmt: skip
-    heads = ["after stage", "tokens", "loss", "teacher's loss", "KL to the teacher"]
+    heads = ["after stage", "tokens so far", "loss", "teacher's loss", "KL to the teacher"]
     yield Table("nats per token on held-out text", heads, rows)
     measures = result["measures"]
     names = list(dict.fromkeys(entry["model"] for entry in measures))
@@ -607,9 +616,17 @@ def _tables(result: dict[str, Any]) -> Iterator[Table | str]:
     yield f"parameters: teacher {counts['teacher']:,}, student {counts['student']:,}"
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Loss by position in the longest context."""
-    with figures.figure(path, figsize=(7, 4.5)) as axis:
+def draw(result: dict[str, Any], curve: list[dict[str, Any]], path: Path) -> None:
+    """The loss over the tokens of all stages, and by position in the longest context."""
+    with figures.figure(path, columns=2, figsize=(11, 4.5)) as (progress, axis):
+        for name in dict.fromkeys(record["stage"] for record in curve):
+            own = [record for record in curve if record["stage"] == name]
+            tokens = [record["tokens"] for record in own]
+            progress.plot(tokens, [r["validation_loss"] for r in own], "o-", label=name)
+            progress.plot(tokens, [r["teacher_validation_loss"] for r in own], "k--")
+        progress.set(xlabel="tokens read", ylabel="loss on held-out text (dashed: the teacher's)")
+        progress.grid(alpha=0.3)
+        progress.legend()
         longest = max(entry["context"] for entry in result["measures"])
         for entry in result["measures"]:
             if entry["context"] == longest:
