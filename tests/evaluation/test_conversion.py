@@ -20,11 +20,14 @@ from tests.support import (
     save_gpt2,
 )
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from trellis.cli import app
 from trellis.data import prepare_corpus, train_tokenizer
 from trellis.data.tokenizer import load_tokenizer, read_llama2c_tokenizer
-from trellis.evaluation import conversion
+from trellis.evaluation import conversion, ppl
 from trellis.evaluation.conversion import Conversion, memory_off, open_pretrained, windows
+from trellis.evaluation.models import open_model
 from trellis.mixers.base import named_tensors
 from trellis.models.pretrained import imported
 from trellis.training import checkpoint as checkpoints
@@ -128,6 +131,9 @@ def test_the_converted_model_is_one_like_any_other(converted, corpus, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     with torch.no_grad():
         assert torch.equal(again(ids).logits, loaded(ids).logits)
+    opened = open_model(str(out / "model"))
+    measured = ppl.perplexity(opened, [ppl.encode(opened, "a text of some words")], 16)
+    assert measured["tokens"] == 20
     # Its state stays as it is, and has as many bytes as is stated.
     sizes = report.found["state_bytes"]
     assert sizes["student"]["1000"] == sizes["student"]["100000"]
@@ -135,6 +141,19 @@ def test_the_converted_model_is_one_like_any_other(converted, corpus, tmp_path):
     cache = loaded.read(torch.arange(1000)[None] % 257)
     numbers = sum(t.numel() for state in cache.states for _, t in named_tensors(state))
     assert 4 * numbers == sizes["student"]["1000"]
+
+
+def test_without_text_the_model_is_only_imported(model, tmp_path):
+    out = tmp_path / "teacher"
+    result = CliRunner().invoke(app, ["convert", str(model), "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["attention"]["kv_heads"] == 2
+    ours, _ = load_run(out)
+    ids = torch.arange(60)[None] * 7 % 257
+    with torch.no_grad():
+        assert relative_rms(ours(ids).logits, llama()(ids).logits) < 1e-5
+    again = CliRunner().invoke(app, ["convert", str(model), "--out", str(out)])
+    assert isinstance(again.exception, FileExistsError)
 
 
 def test_measures_say_what_memory_and_window_are_worth(converted):

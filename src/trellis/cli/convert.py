@@ -61,13 +61,16 @@ def convert(
     teacher's distribution of the next token; it learns longer texts. At the end the model is
     measured beside its teacher, with its memory and its windows switched off.
     """
+    from transformers.utils import logging
+
     from ..evaluation import conversion
     from ..training.recipe import parsed_setting
 
+    logging.disable_progress_bar()  # a bar for every model that is loaded or written
     if data is None:
         found = conversion.import_model(model, out, tokenizer)
         typer.echo(f"{found['parameters']:,} parameters, with attention as it was: {out}")
-        typer.echo(f"next: trellis data prepare TEXT --tokenizer {out} --out DATA, then ")
+        typer.echo(f"next: trellis data prepare TEXT --tokenizer {out} --out DATA, then")
         typer.echo(f"      trellis convert {out} --data DATA --out RUN")
         return found
     fields: dict[str, Any] = {}
