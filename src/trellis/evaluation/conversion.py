@@ -46,7 +46,7 @@ from ..models.pretrained import (
 )
 from ..training import checkpoint as checkpoints
 from ..training.distillation import Teacher, check_vocabulary, load_pretrained
-from ..training.metrics import perplexity_of, read_metrics
+from ..training.metrics import read_metrics
 from ..training.recipe import Recipe, from_dict
 from ..training.run import (
     RECIPE,
@@ -604,7 +604,7 @@ def _tables(result: dict[str, Any]) -> Iterator[Table | str]:
         far = own[-1]["beyond"]
         rows.append([
             name, *(f"{entry['perplexity']:.3f}" for entry in own),
-            "none" if far is None else f"{perplexity_of(far['loss']):.3f}",
+            "none" if far is None else f"{far['perplexity']:.3f}",
         ])  # fmt: skip
     heads = ["model", *map(str, contexts), f"beyond {result['window']} tokens"]
     yield Table("perplexity per token by context", heads, rows)

@@ -195,7 +195,10 @@ def perplexity(
 def _mean(loss: Tensor, count: Tensor) -> dict[str, Any] | None:
     """The mean of summed losses, and of how many tokens; None if there are none."""
     tokens = int(count.sum())
-    return {"loss": float(loss.sum()) / tokens, "tokens": tokens} if tokens else None
+    if not tokens:
+        return None
+    mean = float(loss.sum()) / tokens
+    return {"loss": mean, "perplexity": perplexity_of(mean), "tokens": tokens}
 
 
 def _by_position(loss: Tensor, count: Tensor) -> list[dict[str, Any]]:

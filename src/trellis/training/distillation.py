@@ -191,7 +191,14 @@ class LowRank(nn.Module):
 
 def add_low_rank(model: TrellisForCausalLM, rank: int) -> None:
     """Leaves to be trained: mixers other than attention, and a product of rank `rank` that is added
-    to the weight of every linear map of attention and MLPs."""
+    to the weight of every linear map of attention and MLPs.
+
+    Raises ValueError at a rank above the model's width.
+    """
+    if rank > model.config.hidden_size:
+        raise ValueError(
+            f"train.lora must be at most the model's width, {model.config.hidden_size}; got {rank}"
+        )
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, Mixer) and not isinstance(module, TransformerMixer):
