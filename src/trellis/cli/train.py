@@ -25,7 +25,7 @@ Step = Annotated[int | None, Option(help="The checkpoint of this step; default: 
 
 
 @contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
+def exit_codes() -> Iterator[None]:
     """Ends the command if training stops: 130 after Ctrl-C, 143 after SIGTERM, else 1."""
     from ..training.loop import Interrupted, TrainingStopped
 
@@ -68,7 +68,7 @@ def train(
     else:
         chosen = load_recipe(recipe, settings or ())
         run = out or Path("runs") / recipe.stem
-    with _exit_codes():
+    with exit_codes():
         found = train_run(chosen, run, resume, dry_run)
     if found is None:
         # The last records: of training and, if there was one, of validation.
@@ -113,7 +113,7 @@ def compare(
     chosen = load_comparison(recipe, settings or ())
     if mixers:
         chosen = chosen.only(options.names(mixers))
-    with _exit_codes():
+    with exit_codes():
         return compare_runs(chosen, out or Path("runs") / recipe.stem, typer.echo, workers)
 
 
