@@ -9,7 +9,7 @@ FORECAST_STAMP := $(FORECAST_VENV)/.installed
 # The same torch for every environment that this file makes, also for those that pip builds in.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-parity test-forecast test-triton test-gpu test-gpu-sanitize test-slow test-sanitize lint format typecheck wheel bench clean
+.PHONY: setup demo test test-parity test-forecast test-triton test-gpu test-gpu-sanitize test-slow test-serve test-sanitize lint format typecheck wheel bench clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,11 @@ test-gpu-sanitize:
 # What takes longer, such as the wheel in a clean environment.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# `trellis serve` whole: crashes, a full disk, 64 clients, drawn requests, and its page in a browser.
+# Nothing may skip: it needs chromium and chromedriver, and root to mount a small file system.
+test-serve: setup
+	TRELLIS_NO_SKIPS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serving
 
 # The kernel's tests with the compiler's address and undefined-behaviour sanitizers.
 test-sanitize: setup

@@ -60,6 +60,12 @@ def main() -> None:
     print(f"\n{time.monotonic() - started:.0f} seconds in all. Try next:\n")
     print(f'  .venv/bin/trellis generate {trellis} --prompt "import "')
     print(f"  .venv/bin/trellis train {trellis} --resume --set train.steps=400")
+    print(f"\nThe model on a page, at http://127.0.0.1:8000/:\n\n  {serve_command(trellis)}")
+
+
+def serve_command(run: Path) -> str:
+    """The command that serves a run. Its sessions are kept beside the run."""
+    return f".venv/bin/trellis serve {run} --state-dir {run.parent / 'states'}"
 
 
 def _free(path: Path) -> Path:
@@ -136,9 +142,11 @@ def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -
     cache, points = model.init_cache(1), []
     start = time.monotonic()
     for mark in (m for m in MARKS if m <= ids.shape[1]):
-        while cache.seen < mark and (limit is None or time.monotonic() - start < limit):
-            model.read(ids[:, cache.seen : min(cache.seen + 1024, mark)], cache)
-        read = cache.seen == mark
+        done = cache.seen[0]
+        while done < mark and (limit is None or time.monotonic() - start < limit):
+            model.read(ids[:, done : min(done + 1024, mark)], cache)
+            done = cache.seen[0]
+        read = done == mark
         here = cache.clone() if read else stretched(cache, mark)
         size, times = here.nbytes, []
         for token in range(DECODED):
@@ -151,10 +159,10 @@ def measure(model: TrellisForCausalLM, ids: torch.Tensor, limit: float | None) -
 
 def stretched(cache: TrellisCache, tokens: int) -> TrellisCache:
     """A cache of attention with so many columns, which repeat those of the given one."""
-    longer = cache.detach()
+    longer, columns = cache.detach(), torch.arange(tokens) % cache.seen[0]
     longer.states = [
         AttentionState(
-            *(part[:, :, torch.arange(tokens) % cache.seen] for part in (state.keys, state.values)),
+            *(part[:, :, columns] for part in (state.keys, state.values)),
             torch.full_like(state.length, tokens),
         )
         for state in longer.states

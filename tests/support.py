@@ -326,6 +326,35 @@ def comparable(run):
     return records
 
 
+def contents(run, step):
+    """Everything in a checkpoint: every tensor, and what is noted beside them."""
+    from safetensors.torch import load_file
+
+    from trellis.training import checkpoint as checkpoints
+
+    path = checkpoints.path_of(run, step)
+    shards = {p.name: load_file(p) for p in sorted((path / "shards").iterdir())}
+    shards["extra"] = load_file(path / "extra.safetensors")
+    return shards, json.loads((path / "checkpoint.json").read_text())
+
+
+def assert_identical(run, other):
+    """Two runs have the same checkpoints, bit by bit, and the same metrics."""
+    from trellis.training import checkpoint as checkpoints
+
+    assert checkpoints.steps_in(run) == checkpoints.steps_in(other)
+    for step in checkpoints.steps_in(run):
+        (tensors, noted), (expected, known) = contents(run, step), contents(other, step)
+        for file, parts in expected.items():
+            assert parts.keys() == tensors[file].keys()
+            for name, tensor in parts.items():
+                assert torch.equal(tensors[file][name], tensor), (step, name)
+        # safetensors writes the entries of its headers in any order, so hashes of files may differ.
+        assert noted.pop("files").keys() == known.pop("files").keys()
+        assert noted == known
+    assert comparable(run) == comparable(other)
+
+
 def losses(run):
     return torch.tensor([r["loss"] for r in comparable(run) if "loss" in r], dtype=torch.float64)
 

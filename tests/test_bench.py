@@ -155,7 +155,18 @@ def test_work_beside_a_busy_process(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["ops", "chunked", "model", "training", "stream", "decoding", "weights", "busy", "forecast"],
+    [
+        "ops",
+        "chunked",
+        "model",
+        "training",
+        "stream",
+        "decoding",
+        "weights",
+        "busy",
+        "serve",
+        "forecast",
+    ],  # fmt: skip
 )
 def test_every_benchmark_is_a_command(name):
     assert name in {command.name for command in app.registered_commands}

@@ -10,7 +10,8 @@ import trellis
 SOURCE = Path(trellis.__file__).parent
 #: From the bottom up: a layer imports only layers before it.
 LAYERS = [
-    "ops", "mixers", "models", "data", "training", "forecasting", "evaluation", "bench", "cli",
+    "ops", "mixers", "models", "data", "training", "forecasting", "evaluation", "serving", "bench",
+    "cli",
 ]  # fmt: skip
 
 

@@ -231,3 +231,19 @@ def test_a_text_without_a_safe_place_is_cut_at_its_end():
     assert last_cut("x" * 100) == 100
     assert last_cut("a b\nc  \n d") == len("a b\n")
     assert last_cut("A b\r\nc d e F") == len("A b\r\nc d")
+
+
+def test_parts_of_a_text_give_the_ids_of_the_whole(tmp_path, monkeypatch):
+    from trellis.data import tokenizer as module
+
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 16)
+    text = "".join(f"line {n} of a naïve text\nand a word " for n in range(60))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(text)
+    trained = module.train_tokenizer([folder], 300, tmp_path / "tokenizer.json")
+    for one in (trained, module.load_tokenizer("bytes")):
+        parts = [text[n : n + 7] for n in range(0, len(text), 7)]
+        pieces = list(one.encode_parts(parts))
+        assert len(pieces) > 10
+        assert np.array_equal(np.concatenate(pieces), one.encode(text))

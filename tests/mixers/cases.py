@@ -49,6 +49,7 @@ CASES = {name: (name, {}) for name in MIXERS} | {
         "trellis",
         {"mode": "stale", "minibatch": 7, "stale_step": "position", "skip": 0.5},
     ),
+    "trellis heads of its own": ("trellis", {"heads": 3, "head_dim": 10}),
     "trellis without gate": ("trellis", {"forget_gate": False, "step": "constant", "heads": 4}),
     "linear attention without normaliser": (
         "linear_attention",
@@ -86,6 +87,14 @@ CASES = {name: (name, {}) for name in MIXERS} | {
     ),
     "transformer window": ("transformer", {"window": 5}),
     "transformer window of one": ("transformer", {"window": 1}),
+    "transformer of grouped queries": (
+        "transformer",
+        {"heads": 4, "kv_heads": 2, "head_dim": 6, "window": 5, "qk_norm": True},
+    ),
+    "transformer with biases": (
+        "transformer",
+        {"kv_heads": 1, "qkv_bias": True, "out_bias": True, "window": 4},
+    ),
     "ttt transformer backbone": (
         "ttt",
         {"share_qk": False, "conv_width": 0, "output_gate": False, "minibatch": 5},

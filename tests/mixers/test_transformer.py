@@ -57,7 +57,7 @@ def test_positions_stay_exact_far_into_a_stream():
     assert relative_rms(far[:, -1], near[:, -1]) < 1e-5
 
 
-def by_sequence(query, key, value, cu_q, cu_k, max_q, max_k, *, window_size):
+def by_sequence(query, key, value, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa):
     """What torch's varlen_attn computes, with its arguments: [T, H, D] each."""
     assert query.dtype == torch.bfloat16
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -68,15 +68,17 @@ def by_sequence(query, key, value, cu_q, cu_k, max_q, max_k, *, window_size):
         row = torch.arange(end - begin)
         back = row[:, None] - row
         seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] == -1))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=enable_gqa)
+        outputs.append(y.transpose(0, 1))
     return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("lengths", [[9, 0, 3, 12], [4], [0, 7]])
-def test_packs_at_once_equal_packs_one_by_one(window, lengths, monkeypatch):
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_packs_at_once_equal_packs_one_by_one(window, lengths, kv_heads, monkeypatch):
     """On a GPU torch has one kernel for all sequences of a pack; here a stand-in for it."""
-    mixer = build_mixer("transformer", 32, 2, window=window).bfloat16()
+    mixer = build_mixer("transformer", 32, 2, window=window, kv_heads=kv_heads).bfloat16()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     x = torch.randn(1, sum(lengths), 32, dtype=torch.bfloat16)
     sides = []
@@ -101,7 +103,7 @@ def test_torch_takes_the_arguments(monkeypatch):
         pytest.skip("this version of torch has no attention for packs")
     q = torch.empty(9, 2, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
     bounds = torch.empty(4, dtype=torch.int32, device="meta")
-    y = function(q, q, q, bounds, bounds, 5, 5, window_size=(4, 0))
+    y = function(q, q, q, bounds, bounds, 5, 5, window_size=(4, 0), enable_gqa=False)
     assert y.shape == q.shape
     y.sum().backward()
     assert q.grad.shape == q.shape

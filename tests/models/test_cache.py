@@ -198,3 +198,46 @@ def test_a_cache_outlives_its_model():
 def test_what_was_read_cannot_be_taken_back():
     with pytest.raises(NotImplementedError, match="clone"):
         small_model().read(tokens(1, 4)).crop(2)
+
+
+@every_stack
+@torch.no_grad()
+def test_sequences_of_any_lengths_join_and_part(stack):
+    """Three sequences that read alone go on together, and each goes on alone again."""
+    model = small_model(stack)
+    lengths = (5, 21, 9)
+    alone = [model.read(tokens(1, n, seed=n)) for n in lengths]
+    more, last = tokens(3, 6, seed=1), tokens(3, 4, seed=2)
+    joined = TrellisCache.join(alone)
+    assert (joined.seen, joined.batch_size) == ([5, 21, 9], 3)
+    assert joined.get_seq_length() == 21
+    for row, cache in enumerate(alone):
+        assert torch.equal(joined.last[row], cache.last[0])
+    together = [model(more[:, t : t + 1], past_key_values=joined).logits for t in range(6)]
+    for row, (cache, n) in enumerate(zip(alone, lengths)):
+        ids = more[row : row + 1]
+        own = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6)]
+        assert relative_rms(torch.cat(together, 1)[row], torch.cat(own, 1)[0]) < 1e-5
+        parted = TrellisCache.join([joined.select(row)])
+        assert (parted.seen, parted.nbytes) == ([n + 6], cache.nbytes)
+        ids = last[row : row + 1]
+        expected = model(ids, past_key_values=cache).logits
+        assert relative_rms(model(ids, past_key_values=parted).logits, expected) < 1e-5
+
+
+def test_only_caches_of_one_model_join():
+    model, other = small_model(), small_model()
+    with pytest.raises(ValueError, match="of one model"):
+        TrellisCache.join([model.init_cache(1), other.init_cache(1)])
+    with pytest.raises(ValueError, match="got none"):
+        TrellisCache.join([])
+
+
+@torch.no_grad()
+def test_a_file_of_sequences_of_different_lengths(tmp_path):
+    model = small_model()
+    cache = TrellisCache.join([model.read(tokens(1, 5)), model.read(tokens(1, 9))])
+    cache.save(tmp_path / "state")
+    loaded = TrellisCache.load(tmp_path / "state", model)
+    assert loaded.seen == [5, 9]
+    assert torch.equal(loaded.last, cache.last)

@@ -31,6 +31,10 @@ TAKEN = {
         "mixer_config": {"allow_neg_eigval": True, "conv_on": ("k",)},
     },
     "transformer": {"mixer": "transformer"},
+    "grouped queries": {
+        "mixer": "transformer",
+        "mixer_config": {"heads": 6, "kv_heads": 2, "head_dim": 12, "window": 90},
+    },
     "hybrid": {
         "mixer": ["trellis", "transformer", "gated_delta_net"],
         "mixer_config": {"transformer": {"window": 7}},
@@ -104,7 +108,7 @@ def test_equal_to_torch_over_a_thousand_tokens(name, torch_decodes):
     assert other.session is not None
     for part in (slice(0, 1), slice(1, 100), slice(100, None), slice(count - 10, None)):
         assert relative_rms(actual[:, part], expected[:, part]) < 1e-5
-    assert other.seen == cache.seen == 9 + count
+    assert other.seen == cache.seen == [9 + count] * 2
     assert other.nbytes == cache.nbytes
     for (key, value), (_, reference) in zip(other._tensors(), cache._tensors()):
         assert value.shape == reference.shape, key
@@ -189,8 +193,14 @@ def drawn_delta_net():
 
 
 def drawn_attention():
-    windows = st.one_of(st.none(), st.integers(1, 9))
-    return windows.map(lambda w: {"mixer": "transformer", "mixer_config": {"window": w}})
+    return st.fixed_dictionaries(
+        {
+            "window": st.one_of(st.none(), st.integers(1, 9)),
+            "heads": st.sampled_from([4, 8]),
+            "kv_heads": st.sampled_from([1, 2, 4]),
+            "head_dim": st.sampled_from([2, 6, 20]),
+        }
+    ).map(lambda fields: {"mixer": "transformer", "mixer_config": fields})
 
 
 @settings(max_examples=60, deadline=None)
@@ -356,6 +366,8 @@ def test_what_it_does_not_take(monkeypatch, caplog):
         assert not taken(small_model("mamba2"))
         assert not taken(small_model(mixer_config={"backend": "chunked"}))
         assert not taken(small_model().double())
+        for field in ("qkv_bias", "out_bias", "qk_norm"):
+            assert not taken(small_model("transformer", mixer_config={field: True}))
         half = small_model()
         half.lm_head = torch.nn.Linear(64, 97, bias=False).bfloat16()
         half.model.norm.bfloat16()
@@ -365,7 +377,8 @@ def test_what_it_does_not_take(monkeypatch, caplog):
         compiled = small_model()
         compiled.model.layers[0].mlp.compile(backend="eager")
         assert not taken(compiled)
-    for reason in ("it does not know Mamba2Mixer", "backend='chunked'", "not a plain fp32 tensor",
+    for reason in ("it does not know Mamba2Mixer", "attention with qkv_bias", "with qk_norm",
+                   "backend='chunked'", "not a plain fp32 tensor",
                    "it does not know Int8", "has a hook or a forward"):  # fmt: skip
         assert reason in caplog.text
 
@@ -407,7 +420,7 @@ def test_bad_input_is_refused_as_ever():
     other = small_model(hidden_size=32)
     with pytest.raises(ValueError, match="shape"):
         other(tokens(2, 1), past_key_values=cache)
-    assert cache.seen == 3
+    assert cache.seen == [3, 3]
 
 
 @torch.no_grad()

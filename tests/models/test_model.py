@@ -333,7 +333,7 @@ def test_token_ids_are_checked_before_anything_is_read(ids, message):
             call(ids)
     with torch.no_grad(), pytest.raises(ValueError, match="input_ids must"):  # as in decoding
         model(ids[:1, :1] if ids.dim() > 1 else ids, past_key_values=cache)
-    assert cache.seen == 0
+    assert cache.seen == [0] * cache.batch_size
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(cache._tensors(), before._tensors()))
     with pytest.raises(ValueError, match=r"inputs_embeds must have shape \[B,T,dim\]; got \[9\]"):
         model(inputs_embeds=torch.randn(9))

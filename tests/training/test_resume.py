@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.support import (
+    assert_identical,
     command,
     comparable,
     environment,
@@ -32,28 +32,6 @@ from trellis.training.metrics import Metrics
 from trellis.training.recipe import override
 from trellis.training.relay import restored
 from trellis.training.run import train
-
-
-def contents(run, step):
-    """Everything in a checkpoint: every tensor, and what is noted beside them."""
-    path = checkpoints.path_of(run, step)
-    shards = {p.name: load_file(p) for p in sorted((path / "shards").iterdir())}
-    shards["extra"] = load_file(path / "extra.safetensors")
-    return shards, json.loads((path / "checkpoint.json").read_text())
-
-
-def assert_identical(run, other):
-    assert checkpoints.steps_in(run) == checkpoints.steps_in(other)
-    for step in checkpoints.steps_in(run):
-        (tensors, noted), (expected, known) = contents(run, step), contents(other, step)
-        for file, parts in expected.items():
-            assert parts.keys() == tensors[file].keys()
-            for name, tensor in parts.items():
-                assert torch.equal(tensors[file][name], tensor), (step, name)
-        # safetensors writes the entries of its headers in any order, so hashes of files may differ.
-        assert noted.pop("files").keys() == known.pop("files").keys()
-        assert noted == known
-    assert comparable(run) == comparable(other)
 
 
 def kill_and_resume(corpus, tmp_path, kills, seed, **sections):

@@ -28,7 +28,7 @@ from trellis.data import prepare_corpus, train_tokenizer
 from trellis.evaluation.comparison import draw_losses
 from trellis.mixers.base import names_without_weight_decay
 from trellis.models.cache import TrellisCache
-from trellis.models.sampling import _choose, generate
+from trellis.models.sampling import Sampling, choose, generate
 from trellis.training.distributed import Processes
 from trellis.training.estimate import least_memory
 from trellis.training.metrics import ProgressLine, clock, read_metrics, validate
@@ -174,7 +174,7 @@ def test_a_saved_state_is_gone_on_from(trained, tmp_path):
     cache = TrellisCache.load(tmp_path / "state.safetensors", model)
     assert text_of(model, tokenizer, second, cache, max_tokens=30) == whole
     # What was generated has been read as well.
-    assert cache.seen == len(first + second) + 30
+    assert cache.seen == [len(first + second) + 30]
     out = run_command("generate", trained, "--prompt", second, "--temperature", 0,
                       "--state-in", tmp_path / "state.safetensors", "--max-tokens", 30)  # fmt: skip
     assert out.stdout == second + whole + "\n"
@@ -196,9 +196,9 @@ def test_sampling_depends_on_the_seed_alone(trained):
     assert texts[0] == texts[1] != texts[2]
     cache = model.init_cache(1)
     list(generate(model, tokenizer, "", cache, max_tokens=3))
-    assert cache.seen == 4  # the end of a document, which begins one, and what followed
+    assert cache.seen == [4]  # the end of a document, which begins one, and what followed
     list(generate(model, tokenizer, "", cache, max_tokens=3))
-    assert cache.seen == 7  # without a prompt, it goes on
+    assert cache.seen == [7]  # without a prompt, it goes on
     model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     with pytest.raises(ValueError, match="prompt must have a token"):
         list(generate(model, tokenizer, "", cache, max_tokens=3))
@@ -210,14 +210,17 @@ def test_sampling_depends_on_the_seed_alone(trained):
 
 
 def test_only_the_likeliest_tokens_are_drawn(trained):
-    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     source = torch.Generator().manual_seed(0)
-    drawn = {_choose(logits, 5.0, 1.0, 2, source) for _ in range(100)}
-    assert drawn == {1, 3}
-    assert {_choose(logits, 5.0, 1.0, 9, source) for _ in range(200)} == {0, 1, 2, 3}
+
+    def drawn(*way, times=200):
+        return {choose(logits, [Sampling(*way)], [source])[0] for _ in range(times)}
+
+    assert drawn(5.0, 1.0, 2) == {1, 3}
+    assert drawn(5.0, 1.0, 9) == drawn(5.0, 1.0) == {0, 1, 2, 3}
     # top_p counts the share among the top_k.
-    chances = logits[[1, 3]].softmax(-1)
-    assert {_choose(logits, 1.0, float(chances[0]) - 1e-3, 2, source) for _ in range(99)} == {1}
+    chances = logits[0, [1, 3]].softmax(-1)
+    assert drawn(1.0, float(chances[0]) - 1e-3, 2) == {1}
     with pytest.raises(ValueError, match="top_k must be a whole number of at least 1; got 0"):
         list(text_of(*load_run(trained), "x", None, max_tokens=1, top_k=0))
 

@@ -6,6 +6,9 @@ wheel=$(realpath "$1")
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+for file in index.html app.js style.css; do
+    "${PYTHON:-python3.11}" -m zipfile -l "$wheel" | grep -q "trellis/serving/page/$file"
+done
 cd "$work" # away from the sources
 "${PYTHON:-python3.11}" -m venv env
 env/bin/python -m pip install --quiet "$wheel"

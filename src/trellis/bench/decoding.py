@@ -118,7 +118,7 @@ def filled_cache(model: TrellisForCausalLM, context: int, batch: int) -> Any:
         state._replace(keys=torch.randn(shape), values=torch.randn(shape), length=length)
         for state in cache.states
     ]
-    cache.seen = context
+    cache.seen = [context] * batch
     return cache
 
 

@@ -13,13 +13,14 @@ except ModuleNotFoundError as error:
     sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
 
 from .. import __version__
-from . import bench, data, evaluation, forecast, train
+from . import bench, convert, data, evaluation, forecast, serve, train
 from .options import Program
 
 app = Program(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(data.app, name="data")
 for command in (
-    train.train, train.compare, train.generate, train.export, train.plot, train.models,
+    train.train, train.compare, convert.convert, train.generate, serve.serve, train.export,
+    train.plot, train.models,
 ):  # fmt: skip
     app.command(prints_result=command is train.generate)(command)
 app.add_typer(evaluation.app, name="eval")

@@ -104,6 +104,27 @@ def bench_weights(
     return record.keep(out, decoding.run_weights(run, text, tokens, record.say))
 
 
+@app.command("serve")
+def bench_serve(
+    size: Annotated[str, Option(help="A preset such as 125m, or demo.")] = "demo",
+    mixer: Annotated[str, Option(help="Names separated by commas.")] = "trellis,transformer",
+    sessions: Annotated[str, Option(help="Sessions at once, separated by commas.")] = "1,8,32",
+    tokens: Annotated[int, Option(help="Tokens of an answer.", min=1)] = 128,
+    context: Annotated[int, Option(help="Tokens of the resumed session.", min=1)] = 100_000,
+    idle: Annotated[int, Option(help="Idle sessions to measure.", min=1)] = 64,
+    rounds: Rounds = 3,
+    peer: Annotated[bool, Option(help="Measure `transformers serve`, too.")] = True,
+    out: Out = None,
+) -> Any:
+    """Sessions over HTTP: batching, resuming and idling, with Trellis and with attention."""
+    from ..bench import serve
+
+    record = Record(f"bench-serve-{size}")
+    result = serve.run(size, names(mixer), numbers("sessions", sessions, most=64), tokens, context,
+                       idle, rounds, peer, record.say)  # fmt: skip
+    return record.keep(out, result)
+
+
 @app.command("busy")
 def bench_busy(
     seconds: Annotated[float, Option(help="Time of each measurement.")] = 3.0,

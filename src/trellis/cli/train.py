@@ -25,7 +25,7 @@ Step = Annotated[int | None, Option(help="The checkpoint of this step; default: 
 
 
 @contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
+def exit_codes() -> Iterator[None]:
     """Ends the command if training stops: 130 after Ctrl-C, 143 after SIGTERM, else 1."""
     from ..training.loop import Interrupted, TrainingStopped
 
@@ -68,7 +68,7 @@ def train(
     else:
         chosen = load_recipe(recipe, settings or ())
         run = out or Path("runs") / recipe.stem
-    with _exit_codes():
+    with exit_codes():
         found = train_run(chosen, run, resume, dry_run)
     if found is None:
         # The last records: of training and, if there was one, of validation.
@@ -113,7 +113,7 @@ def compare(
     chosen = load_comparison(recipe, settings or ())
     if mixers:
         chosen = chosen.only(options.names(mixers))
-    with _exit_codes():
+    with exit_codes():
         return compare_runs(chosen, out or Path("runs") / recipe.stem, typer.echo, workers)
 
 
@@ -176,7 +176,7 @@ def generate(
         raise ValueError(f"--samples must be 1 with --interactive or --state-out; got {samples}")
     model, tokenizer = load_run(run, step, device)
     cache = model.init_cache(1) if state_in is None else TrellisCache.load(state_in, model)
-    before = cache.seen
+    before = cache.get_seq_length()
     draw = partial(new_text, model, tokenizer, temperature=temperature, top_p=top_p, top_k=top_k)
     if prompt or not interactive:
         # Where reading takes seconds, a bar shows it.
@@ -194,13 +194,14 @@ def generate(
         parts = draw(line, cache, seed=seed + len(texts), max_tokens=max_tokens)
         texts.append(_shown("", parts))
     if not max_tokens:
-        typer.echo(f"read {cache.seen - before:,} tokens")
+        typer.echo(f"read {cache.get_seq_length() - before:,} tokens")
     if state_out is not None:
         cache.save(state_out)
         typer.echo(
-            f"state after {cache.seen:,} tokens, {cache.nbytes:,} bytes: {state_out}", err=True
+            f"state after {cache.get_seq_length():,} tokens, {cache.nbytes:,} bytes: {state_out}",
+            err=True,
         )
-    return {"prompt": prompt, "texts": texts, "tokens": cache.seen, "state": state_out}
+    return {"prompt": prompt, "texts": texts, "tokens": cache.get_seq_length(), "state": state_out}
 
 
 def _shown(prompt: str, parts: Iterable[str]) -> str:

@@ -10,6 +10,8 @@ import functools
 import hashlib
 import json
 import os
+import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from .sources import LeftOut, Meter, list_sources, read_unit
 
 try:
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "trellis.data needs tokenizers: pip install 'trellis-memory[models]'", name=error.name
@@ -33,6 +35,7 @@ except ModuleNotFoundError as error:
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 FILE_NAME = "tokenizer.json"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 #: The smallest vocabulary that is trained has every byte and the end of a document. The largest is
 #: far above any in use; the library reserves memory for it at once.
@@ -96,6 +99,24 @@ class TextTokenizer:
         pieces = [list(cut(text, place, _PIECE_CHARACTERS)) for text in texts]
         encoded = iter(self._encode_whole([piece for some in pieces for piece in some]))
         return [np.concatenate([next(encoded) for _ in some]) for some in pieces]
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of a text that comes in parts, piece by piece: the same as those of the whole.
+
+        Where the text can be cut, only a piece of it is in memory at a time.
+        """
+        held = ""
+        for part in parts:
+            held += part
+            if self._bytes:
+                yield self.encode(held)
+                held = ""
+            elif len(held) > 2 * _PIECE_CHARACTERS and self._place is not None:
+                *pieces, held = cut(held, self._place, _PIECE_CHARACTERS)
+                for piece in pieces:
+                    yield self.encode(piece)
+        if held:
+            yield self.encode(held)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
@@ -223,6 +244,63 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
             f"not give it: {error}"
         ) from error
     return TextTokenizer(inner.to_str(), name)
+
+
+def read_llama2c_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
+    """The tokenizer.bin of the project llama2.c as a tokenizer.json.
+
+    The file has an int32, the longest token, then for each token a float32 score, an int32 length
+    and its bytes. A text is encoded by merging the pair of neighbours whose token has the highest
+    score, after a space was put before it; characters without a token become tokens of bytes. The
+    token 1, which begins every text, is also what stands between two texts: it ends documents here.
+
+    Raises ValueError if the file is not one, or has another vocabulary.
+    """
+    data = path.read_bytes()
+    tokens: list[str] = []
+    scores: list[float] = []
+    at = 4
+    while at < len(data):
+        if at + 8 > len(data):
+            raise ValueError(f"{path} is not a whole tokenizer of llama2.c: it ends in a token")
+        score, length = struct.unpack_from("<fi", data, at)
+        at += 8
+        if length < 0 or at + length > len(data):
+            raise ValueError(f"{path} is not a tokenizer of llama2.c: a token has {length} bytes")
+        tokens.append(data[at : at + length].decode(errors="replace").replace(" ", "\u2581"))
+        scores.append(score)
+        at += length
+    if len(tokens) != vocab_size:
+        raise ValueError(
+            f"{path} has {len(tokens)} tokens, but the model {vocab_size}: it is not the tokenizer "
+            "that the model was trained with"
+        )
+    tokens[1:3] = [END_OF_DOCUMENT, "</s>"]
+    ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    merges = [
+        (-scores[i], ids[token[:place]], ids[token[place:]], token[:place], token[place:])
+        for token, i in ids.items()
+        if i > 2 and not _BYTE_TOKEN.fullmatch(token)
+        for place in range(1, len(token))
+        if token[:place] in ids and token[place:] in ids
+    ]
+    model = models.BPE(
+        vocab=ids,
+        merges=[(first, second) for *_, first, second in sorted(merges)],
+        unk_token=tokens[0],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    inner = tokenizers.Tokenizer(model)
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    inner.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    inner.add_special_tokens([tokens[0], END_OF_DOCUMENT])
+    return TextTokenizer(inner.to_str(), str(path))
 
 
 def train_tokenizer(

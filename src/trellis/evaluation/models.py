@@ -46,7 +46,8 @@ class EvaluatedModel:
 
     network: the torch module: `ours` (TrellisForCausalLM), or a causal model of transformers.
     max_context: the most tokens that the network can read; None means any number.
-    bos: the token that begins texts, where the tokenizer of a model of transformers names one.
+    bos: the token that begins texts, where the tokenizer of a model of transformers, or the
+        configuration of an imported one of ours, names one.
     prefix, suffix: the tokens that such a tokenizer puts around every text; ours adds none.
     about: the part of a record that describes the model.
     """
@@ -63,7 +64,7 @@ class EvaluatedModel:
         self.network = network.eval()
         self.tokenizer = tokenizer
         self.ours = isinstance(network, TrellisForCausalLM)
-        self.bos = bos
+        self.bos = network.config.bos_token_id if self.ours else bos
         self.prefix, self.suffix = ([], []) if self.ours else _around(tokenizer)
         self.max_context = None if self.ours else _limit_of(network.config)
         digest = hashlib.sha256()
@@ -93,7 +94,8 @@ class EvaluatedModel:
     def start(self) -> list[int]:
         """The tokens before a text that nothing precedes, as the model saw it in training.
 
-        For our models this is the token that ends documents. For a model of transformers it is what
+        For our models this is the token that ends documents, or the token that begins them where a
+        pretrained model that was imported has one. For a model of transformers it is what
         its tokenizer puts before every text; failing that, its token that begins texts; failing
         that, its token that ends them.
         """

@@ -156,9 +156,13 @@ def perplexity(
     *,
     stride: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    beyond: int | None = None,
     progress: Progress = lambda done: None,
 ) -> dict[str, Any]:
-    """Loss per token and per byte over windows of `context` tokens, and by position in them."""
+    """Loss per token and per byte over windows of `context` tokens, and by position in them.
+
+    beyond: also the loss of the tokens that are predicted from more than so many, in `beyond`.
+    """
     model.check_context(context, f"a context of {context:,} tokens")
     check_stride(stride, [context])
     cut = [window for text in texts for window in windows(text, context, stride)]
@@ -176,7 +180,9 @@ def perplexity(
         progress(sum(len(window.ids) - 1 - window.first for window in chosen))
     total, tokens = float(loss.sum()), int(count.sum())
     size = sum(text.size for text in texts)
+    far = {} if beyond is None else {"beyond": _mean(loss[beyond:], count[beyond:])}
     return {
+        **far,
         "loss": total / tokens,
         "perplexity": perplexity_of(total / tokens),
         "bits_per_byte": total / math.log(2) / size,
@@ -184,6 +190,15 @@ def perplexity(
         "bytes": size,
         "by_position": _by_position(loss, count),
     }
+
+
+def _mean(loss: Tensor, count: Tensor) -> dict[str, Any] | None:
+    """The mean of summed losses, and of how many tokens; None if there are none."""
+    tokens = int(count.sum())
+    if not tokens:
+        return None
+    mean = float(loss.sum()) / tokens
+    return {"loss": mean, "perplexity": perplexity_of(mean), "tokens": tokens}
 
 
 def _by_position(loss: Tensor, count: Tensor) -> list[dict[str, Any]]:

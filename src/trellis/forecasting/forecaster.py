@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from ..figures import figure
-from ..models.cache import read_tensors, write_tensors
+from ..files import write_whole
+from ..models.cache import pack_tensors, read_tensors
 from .fitting import Fit, FitOptions, fit
 from .model import ForecastConfig, ForecastModel
 from .series import Series, SeriesFile, need_rows
@@ -129,7 +130,7 @@ class Forecaster:
             "scalers": json.dumps(self.scalers),
             "about": json.dumps(self.about),
         }
-        write_tensors(Path(path), FORMAT, FORMAT_VERSION, tensors, content)
+        write_whole(Path(path), pack_tensors(FORMAT, FORMAT_VERSION, tensors, content))
 
     @classmethod
     def load(cls, path: str | Path) -> Forecaster:

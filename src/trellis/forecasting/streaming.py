@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..files import write_whole
 from ..mixers.base import map_tensors, named_tensors, rebuild
-from ..models.cache import read_tensors, write_tensors
+from ..models.cache import pack_tensors, read_tensors
 from .forecaster import Forecaster
 from .model import StreamState
 
@@ -101,7 +102,7 @@ class StreamingForecaster:
         """
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._tensors()}
         content = {"fingerprint": self._fingerprint(), "seen": str(self.seen)}
-        write_tensors(Path(path), FORMAT, FORMAT_VERSION, tensors, content)
+        write_whole(Path(path), pack_tensors(FORMAT, FORMAT_VERSION, tensors, content))
 
     @classmethod
     def load(cls, path: str | Path, forecaster: Forecaster) -> StreamingForecaster:

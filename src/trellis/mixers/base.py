@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import checks
@@ -50,6 +51,10 @@ class Mixer(nn.Module):
         without bound.
         """
         raise NotImplementedError
+
+    def join_states(self, states: Sequence[State]) -> State:
+        """One state of all sequences of several states, in their order."""
+        return join_tensors(states)
 
     def flops(self, context: int) -> float:
         """Operations per token of the mixing itself, forward, on average over `context` tokens.
@@ -113,6 +118,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     if isinstance(state, Tensor):
         return function(state)
     return type(state)(*(map_tensors(function, part) for part in state))
+
+
+def join_tensors(states: Sequence[State]) -> State:
+    """The same structure, with the sequences of all states behind each other in every tensor."""
+    first = states[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        return torch.cat(list(states))
+    return type(first)(*(join_tensors(parts) for parts in zip(*states)))
 
 
 def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

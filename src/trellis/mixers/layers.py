@@ -173,19 +173,37 @@ class DecayGate(nn.Module):
         return -wide(self.A_log).exp() * steps
 
 
-def rotated(q: Tensor, k: Tensor, place: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+def rotated(
+    q: Tensor, k: Tensor, place: Tensor, theta: float, scaling: Mapping[str, float] | None = None
+) -> tuple[Tensor, Tensor]:
     """q and k with rotary positions.
 
     place: the position of every token; it broadcasts to the shape of q and k without the channels.
+    scaling: Llama 3's, by the names that `TransformerMixerConfig.rope_scaling` has.
     """
     # fp32 would round the angle of the millionth token by a thousandth; mps has no fp64.
     exact = torch.float32 if place.device.type == "mps" else torch.float64
     size = q.shape[-1]
     exponents = torch.arange(0, size, 2, device=place.device).to(exact) / size
-    angles = place[..., None].to(exact) * theta**-exponents
+    frequencies = theta**-exponents
+    if scaling is not None:
+        frequencies = _stretched(frequencies, scaling)
+    angles = place[..., None].to(exact) * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     cosine, sine = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
     return _rotate(q, cosine, sine), _rotate(k, cosine, sine)
+
+
+def _stretched(frequencies: Tensor, scaling: Mapping[str, float]) -> Tensor:
+    """Llama 3's scaling: slow turns are slowed down by `factor`, fast ones stay as they are.
+
+    Slow turns are those with fewer than low_freq_factor periods in the original context, fast ones
+    those with more than high_freq_factor; between them the two are mixed.
+    """
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    periods = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Softmax attention as in Transformer++ (Llama): rotary positions, causal, with a key-value cache.
 
 With a window, a token sees itself and the window - 1 tokens before it, and the cache is bounded.
+The attention of pretrained models of the Llama family is this mixer with other fields: grouped
+queries, biases, norms on queries and keys, heads of any size (models/pretrained.py sets them).
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,38 +20,69 @@ from torch import Tensor, nn
 
 from .. import checks
 from .base import Mixer, check_even_head_dim, head_dim_of
-from .layers import places, plain, rotated
+from .layers import RMSNorm, places, plain, rotated
 
 #: Devices that have torch's attention for sequences of different lengths.
 VARLEN_ON = ("cuda",)
 #: Attention masks are built in blocks of at most this many (query, key) pairs.
 MASK_ENTRIES = 2**23
+#: The numbers of Llama 3's rotary scaling, named as in configurations of transformers.
+SCALING = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass
 class TransformerMixerConfig:
     """The choices of softmax attention.
 
-    heads: number of heads; None takes the model's `num_attention_heads`.
+    heads: number of query heads; None takes the model's `num_attention_heads`.
+    kv_heads: number of heads of keys and values, a divisor of `heads`: with 8 query heads and 4
+        kv_heads, two successive query heads read the same keys and values. None means `heads`.
+    head_dim: size of a head; None means the model's width divided by `heads`.
     window: how many tokens a token sees, itself included; None means no limit.
     rope_theta: base of the rotary frequencies.
+    rope_scaling: Llama 3's change of the frequencies for longer contexts, as its four numbers
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}.
+    qkv_bias: whether the maps of queries, keys and values have a bias, as in Qwen2.
+    out_bias: whether the output map has a bias.
+    qk_norm: an RMS norm over each head of queries and of keys before the rotation, as in Qwen3.
+    norm_eps: epsilon of these norms.
     """
 
     heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
     window: int | None = None
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        checks.at_least("heads", self.heads, 1, optional=True)
-        checks.at_least("window", self.window, 1, optional=True)
+        for name in ("heads", "kv_heads", "head_dim", "window"):
+            checks.at_least(name, getattr(self, name), 1, optional=True)
         checks.at_least("rope_theta", self.rope_theta, 1, whole=False)
+        checks.at_least("norm_eps", self.norm_eps, 0, whole=False)
+        for name in ("qkv_bias", "out_bias", "qk_norm"):
+            checks.flag(name, getattr(self, name))
+        if self.rope_scaling is not None:
+            if not isinstance(self.rope_scaling, dict) or {*self.rope_scaling} != {*SCALING}:
+                raise ValueError(
+                    f"rope_scaling must have exactly the keys {', '.join(SCALING)}; got "
+                    f"{self.rope_scaling!r}"
+                )
+            for name in SCALING:
+                checks.positive(f"rope_scaling.{name}", self.rope_scaling[name])
 
 
 class AttentionState(NamedTuple):
     """The cache of N sequences. The newest token of each sequence is in the last column.
 
-    keys, values: [N, H, L, D], the keys already rotated. length: [N], the number of tokens read;
-    of a sequence the last min(length, L) columns are filled.
+    keys, values: [N, kv_heads, L, D], the keys already rotated. length: [N], the number of tokens
+    read; of a sequence the last min(length, L) columns are filled.
     """
 
     keys: Tensor
@@ -61,17 +95,25 @@ class TransformerMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads = config.heads or heads
-        self.head_dim = head_dim_of(dim, self.heads)
+        self.kv_heads = config.kv_heads or self.heads
+        self.head_dim = config.head_dim or head_dim_of(dim, self.heads)
         check_even_head_dim(self.head_dim)
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, dim, bias=False)
-        self.v_proj = nn.Linear(dim, dim, bias=False)
-        self.o_proj = nn.Linear(dim, dim, bias=False)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, {self.heads}; got {self.kv_heads}")
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(dim, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(dim, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(dim, keys, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.o_proj = nn.Linear(queries, dim, bias=config.out_bias)
 
     def forward(
         self, x: Tensor, state: AttentionState | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, AttentionState]:
         q, k, v = (self._split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if cu_seqlens is None:
             if state is None:
                 state = self.init_state(x.shape[0])
@@ -84,13 +126,23 @@ class TransformerMixer(Mixer):
 
     def init_state(self, batch: int) -> AttentionState:
         weight = plain(self.o_proj.weight)
-        device, shape = weight.device, (batch, self.heads, 0, self.head_dim)
+        device, shape = weight.device, (batch, self.kv_heads, 0, self.head_dim)
         empty = torch.zeros(shape, dtype=weight.dtype, device=device)
         return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 
+    def join_states(self, states: Sequence[AttentionState]) -> AttentionState:
+        """Sequences of different lengths end in the last column; no column is empty in all."""
+        length = torch.cat([state.length for state in states])
+        columns = int(min(int(length.max()), self._kept)) if len(length) else 0
+        keys, values = (
+            torch.cat([_aligned(getattr(state, name), columns) for state in states])
+            for name in ("keys", "values")
+        )
+        return AttentionState(keys, values, length)
+
     def state_size(self, tokens: int | None = None) -> float:
         columns = min(math.inf if tokens is None else tokens, self._kept)
-        return 2 * self.heads * self.head_dim * columns + 1
+        return 2 * self.kv_heads * self.head_dim * columns + 1
 
     def flops(self, context: int) -> float:
         window = min(self.config.window or context, context)
@@ -104,22 +156,26 @@ class TransformerMixer(Mixer):
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, H, T, D]"""
-        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState
     ) -> tuple[Tensor, AttentionState]:
-        """Attention of T new tokens per sequence (q, k, v are [N, H, T, D]) to cache and tokens."""
+        """Attention of T new tokens per sequence to cache and tokens.
+
+        q is [N, H, T, D]; k and v are [N, kv_heads, T, D].
+        """
         place = state.length[:, None] + torch.arange(q.shape[2], device=q.device)
-        q, k = rotated(q, k, place[:, None], self.config.rope_theta)
+        config = self.config
+        q, k = rotated(q, k, place[:, None], config.rope_theta, config.rope_scaling)
         cached = state.keys.shape[2]
         if cached:
             k = torch.cat([state.keys.to(k.dtype), k], dim=2)
             v = torch.cat([state.values.to(v.dtype), v], dim=2)
         if cached == 0 and self.config.window is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = _attention(q, k, v, is_causal=True)
         elif q.shape[2] == 1 and cached <= self._kept and _all_filled(state.length, cached):
-            y = F.scaled_dot_product_attention(q, k, v)  # one token that sees every column
+            y = _attention(q, k, v)  # one token that sees every column
         else:
             y = _masked_attention(q, k, v, state.length.clamp(max=cached), self.config.window)
         length = state.length + q.shape[2]
@@ -144,15 +200,7 @@ class TransformerMixer(Mixer):
             states.append(after)
         if not states:
             return q, state
-        # The state has no column that is empty in every sequence, also where the sequences got
-        # their tokens in different calls.
-        longest = int(min(max(int(s.length) for s in states), self._kept))
-        keys = [_aligned(s.keys, longest) for s in states]
-        values = [_aligned(s.values, longest) for s in states]
-        joined = AttentionState(
-            torch.cat(keys), torch.cat(values), torch.cat([s.length for s in states])
-        )
-        return torch.cat(outputs, dim=2), joined
+        return torch.cat(outputs, dim=2), self.join_states(states)
 
     def _attend_packed_at_once(
         self,
@@ -165,14 +213,15 @@ class TransformerMixer(Mixer):
     ) -> tuple[Tensor, AttentionState]:
         """The same by one kernel for all sequences, from empty caches."""
         place = places(state.length, q.shape[2], cu_seqlens)
-        q, k = rotated(q, k, place[:, None], self.config.rope_theta)
+        config = self.config
+        q, k = rotated(q, k, place[:, None], config.rope_theta, config.rope_scaling)
         longest = max(end - begin for begin, end in zip(bounds, bounds[1:]))
         # The kernel counts the tokens before the token itself; -1 stands for all.
-        before = -1 if self.config.window is None else self.config.window - 1
+        before = -1 if config.window is None else config.window - 1
         narrow = cu_seqlens.int()
         y = varlen_attention()(
             *(x[0].transpose(0, 1) for x in (q, k, v)), narrow, narrow, longest, longest,
-            window_size=(before, 0),
+            window_size=(before, 0), enable_gqa=self.heads != self.kv_heads,
         )  # fmt: skip
         # The last columns of every sequence, as far as it has them.
         kept = int(min(longest, self._kept))
@@ -209,7 +258,14 @@ def varlen_attention() -> Any:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"window_size", "enable_gqa"} <= {*known} else None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention of H query heads to as many, or to groups' shared, heads of keys and values."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options)
 
 
 def _all_filled(length: Tensor, columns: int) -> bool:
@@ -227,8 +283,8 @@ def _masked_attention(
 ) -> Tensor:
     """Causal attention of the last T of S columns to all S, computed block by block.
 
-    q is [N, H, T, D]; k and v are [N, H, S, D]. The first S - T columns are the cache; of these the
-    last `filled` [N] hold tokens.
+    q is [N, H, T, D]; k and v are [N, kv_heads, S, D]. The first S - T columns are the cache; of
+    these the last `filled` [N] hold tokens.
     """
     tokens, columns = q.shape[2], k.shape[2]
     cached = columns - tokens
@@ -246,7 +302,5 @@ def _masked_attention(
             seen = seen & (column > row - window)
         seen = seen & (column >= cached - filled[:, None, None, None])
         keys, values = k[:, :, low : cached + stop], v[:, :, low : cached + stop]
-        outputs.append(
-            F.scaled_dot_product_attention(q[:, :, start:stop], keys, values, attn_mask=seen)
-        )
+        outputs.append(_attention(q[:, :, start:stop], keys, values, attn_mask=seen))
     return torch.cat(outputs, dim=2) if outputs else torch.zeros_like(q)

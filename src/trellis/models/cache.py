@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ FORMAT_VERSION = 2
 LAST = "last"
 
 
+class OtherModel(ValueError):
+    """A file of states belongs to a model with another configuration or other weights."""
+
+
 class TrellisCache(Cache):
     """The states of all layers for a batch of sequences.
 
@@ -36,13 +41,14 @@ class TrellisCache(Cache):
     state may be None before the first token.
     """
 
-    def __init__(self, model: TrellisPreTrainedModel, states: list[State], seen: int = 0):
+    def __init__(self, model: TrellisPreTrainedModel, states: list[State]):
         super().__init__(layers=[])
         #: Where the native decoder keeps the states while it updates them in place.
         self.session: Session | None = None
         self._states = states
-        #: Tokens read so far per sequence, padding included: the length, in generate()'s terms.
-        self.seen = seen
+        #: Tokens read so far by each sequence, padding included. While no sequence has a state, it
+        #: is empty.
+        self.seen: list[int] = [0] * max(self.batch_size, 0)
         #: What `model.read` saw of the last token [B, dim]: `model.lm_head` predicts the next one
         #: from it. None where something else than `read` has changed the cache.
         self.last: Tensor | None = None
@@ -82,6 +88,11 @@ class TrellisCache(Cache):
             for name, tensor in named_tensors(state)
         ]
 
+    def advance(self, tokens: int) -> None:
+        """Counts tokens that every sequence has read. They replace what `last` was about."""
+        self.seen = [n + tokens for n in self.seen or [0] * self.batch_size]
+        self.last = None
+
     def clone(self) -> TrellisCache:
         """An independent copy: reading more into one does not change the other."""
         return self._map(torch.Tensor.clone)
@@ -92,11 +103,36 @@ class TrellisCache(Cache):
 
     def reorder(self, index: Tensor) -> TrellisCache:
         """A cache whose n-th sequence is the index[n]-th of this one; repeats are allowed."""
-        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        other = self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        other.seen = [self.seen[n] for n in index.tolist()]
+        return other
 
     def select(self, batch: Tensor | list[int] | slice | int) -> TrellisCache:
         """A cache of some of the sequences."""
         return self.reorder(torch.arange(self.batch_size)[batch].reshape(-1))
+
+    @classmethod
+    def join(cls, caches: Sequence[TrellisCache]) -> TrellisCache:
+        """One cache of all sequences of several caches of one model, in their order.
+
+        What each sequence has read may be of any length. `select` takes a sequence out again;
+        joining that alone gives attention's states back their own number of columns.
+
+        Raises:
+            ValueError: there is no cache, or they are of different models.
+        """
+        if not caches:
+            raise ValueError("caches must be at least one cache; got none")
+        model = caches[0]._owner()
+        if any(cache._owner() is not model for cache in caches):
+            raise ValueError("caches must all be of one model; got some of another")
+        layers = zip(*(cache.states for cache in caches))
+        blocks = model.base_model.layers
+        joined = cls(model, [b.mixer.join_states(states) for b, states in zip(blocks, layers)])
+        joined.seen = [n for cache in caches for n in cache.seen]
+        hidden = [cache.last for cache in caches if cache.last is not None]
+        joined.last = torch.cat(hidden) if len(hidden) == len(caches) else None
+        return joined
 
     def _map(self, function: Any) -> TrellisCache:
         other = copy.copy(self)
@@ -116,7 +152,7 @@ class TrellisCache(Cache):
     # What generate() asks of a cache.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.seen
+        return max(self.seen, default=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._become(self.reorder(beam_idx))
@@ -125,7 +161,7 @@ class TrellisCache(Cache):
         self._become(self.select(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._become(self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0)))
+        self._become(self.reorder(torch.arange(self.batch_size).repeat_interleave(repeats)))
 
     def reset(self) -> None:
         self._become(self._owner().init_cache(self.batch_size))
@@ -156,59 +192,84 @@ class TrellisCache(Cache):
 
     # Files.
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], fingerprint: str | None = None) -> None:
         """Write the cache to a safetensors file, whole or not at all.
 
         The file holds a format version, a checksum of all that it holds, and a fingerprint of the
         model's configuration and present weights: `load` refuses the file for any other model.
+
+        fingerprint: what `model.fingerprint()` has returned, if the weights are still the same:
+            hashing those of a large model takes seconds.
         """
-        model = self._owner()
+        write_whole(Path(path), self.dump(fingerprint))
+
+    def dump(self, fingerprint: str | None = None) -> bytes:
+        """The content of the file that `save` writes."""
+        equal = len(set(self.seen)) == 1
         found = self._tensors() + ([] if self.last is None else [(LAST, self.last)])
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in found}
-        content = {"fingerprint": model.fingerprint(), "seen": str(self.seen)}
-        write_tensors(Path(path), FORMAT, FORMAT_VERSION, tensors, content)
+        content = {
+            "fingerprint": fingerprint or self._owner().fingerprint(),
+            "seen": json.dumps(self.seen[0] if equal else self.seen),
+        }
+        return pack_tensors(FORMAT, FORMAT_VERSION, tensors, content)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: TrellisPreTrainedModel) -> TrellisCache:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: TrellisPreTrainedModel,
+        fingerprint: str | None = None,
+    ) -> TrellisCache:
         """Read a cache that `save` wrote for this very model.
+
+        fingerprint: as for `save`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is cut or changed, of another format, or of another model.
+            ValueError: the file is cut or changed, or of another format.
+            OtherModel: a ValueError, too; the file is whole, but of another model.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no cache file at {path}")
         tensors, content = read_tensors(path, FORMAT, FORMAT_VERSION)
-        if content.get("fingerprint") != model.fingerprint():
-            raise ValueError(
+        if content.get("fingerprint") != (fingerprint or model.fingerprint()):
+            raise OtherModel(
                 f"{path} belongs to a model with another configuration or other weights"
             )
         tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
         cache = model.init_cache(1)
-        form = {name: (tensor.dim(), tensor.dtype) for name, tensor in cache._tensors()}
+        template = dict(cache._tensors())
         last = tensors.pop(LAST, None)
-        if {name: (tensor.dim(), tensor.dtype) for name, tensor in tensors.items()} != form:
+        sequences = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
+        if template.keys() != tensors.keys() or not all(
+            _fits(tensor, template[name], sequences) for name, tensor in tensors.items()
+        ):
             raise ValueError(f"{path} does not hold the states of this model's layers")
         states = [rebuild(s, tensors, f"layers.{i}") for i, s in enumerate(cache.states)]
-        cache.states, cache.seen, cache.last = states, int(content["seen"]), last
+        cache.states, cache.last = states, last
+        cache.seen = _counts(content.get("seen", ""), sequences)
+        shape = (sequences, model.config.hidden_size)
+        if len(cache.seen) != sequences or (last is not None and last.shape != shape):
+            raise ValueError(f"{path} does not say what each of its {sequences} sequences has read")
         return cache
 
 
-def write_tensors(
-    path: Path, format: str, version: int, tensors: dict[str, Tensor], content: dict[str, str]
-) -> None:
-    """Write tensors and texts to a safetensors file, whole or not at all.
+def pack_tensors(
+    format: str, version: int, tensors: dict[str, Tensor], content: dict[str, str]
+) -> bytes:
+    """The content of a safetensors file with tensors and texts.
 
-    The file also holds its format, the version of the format and a checksum of everything.
+    It also holds its format, the version of the format and a checksum of everything.
     """
     content = {"format": format, "version": str(version), **content}
     content["sha256"] = _checksum(tensors, content)
-    write_whole(path, to_safetensors(tensors, metadata=content))
+    return to_safetensors(tensors, metadata=content)
 
 
 def read_tensors(path: Path, format: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the texts of a file that `write_tensors` wrote.
+    """The tensors and the texts of a file that holds what `pack_tensors` returned.
 
     Raises ValueError if the file is cut or changed, or of another format or version.
     """
@@ -228,6 +289,26 @@ def read_tensors(path: Path, format: str, version: int) -> tuple[dict[str, Tenso
     if content.pop("sha256", None) != _checksum(tensors, content):
         raise ValueError(f"{path} has been changed: its contents do not match its checksum")
     return tensors, content
+
+
+def _fits(tensor: Tensor, template: Tensor, sequences: int) -> bool:
+    """Whether a tensor is that of a state; where the template has no column yet, it has any."""
+    sizes = zip(tensor.shape, (sequences, *template.shape[1:]))
+    return (
+        tensor.dtype == template.dtype
+        and tensor.dim() == template.dim()
+        and all(size == wanted or not wanted for size, wanted in sizes)
+    )
+
+
+def _counts(text: str, sequences: int) -> list[int]:
+    """The tokens that each sequence has read, from one number or a list; empty if it is neither."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    counts = found if isinstance(found, list) else [found] * sequences
+    return counts if all(type(n) is int and n >= 0 for n in counts) else []
 
 
 def _checksum(tensors: dict[str, Tensor], content: dict[str, str]) -> str:

@@ -113,7 +113,7 @@ def decode(
         or input_ids.dtype not in (torch.int32, torch.int64)
         or not 0 < input_ids.shape[0] <= MOST_ROWS
         or input_ids.shape[0] != cache.batch_size
-        or not _all_real(mask, input_ids.shape, cache.seen)
+        or not _all_real(mask, input_ids.shape, cache.get_seq_length())
     ):
         return None
     decoder = Decoder.of(model)
@@ -310,7 +310,7 @@ class Decoder:
             if t >= first and place is not logits:
                 logits[:, t - first] = place
         cache.session = session
-        cache.seen, cache.last = cache.seen + tokens, None
+        cache.advance(tokens)
         return logits
 
 
@@ -427,8 +427,13 @@ def _describe(mixer: Any) -> Description:
         return _delta_net(mixer)
     assert isinstance(mixer, TransformerMixer)
     _check_size("attention", mixer.head_dim)
-    options = {"kind": "attention", "heads": mixer.heads, "size": mixer.head_dim,
-               "window": mixer.config.window or 0, "theta": mixer.config.rope_theta}  # fmt: skip
+    for name in ("rope_scaling", "qkv_bias", "out_bias", "qk_norm"):
+        if getattr(mixer.config, name):
+            raise Unfit(f"it does not know attention with {name}")
+    # The heads of the kernel are those of keys and values, each read by a group of queries.
+    options = {"kind": "attention", "heads": mixer.kv_heads, "size": mixer.head_dim,
+               "group": mixer.heads // mixer.kv_heads, "window": mixer.config.window or 0,
+               "theta": mixer.config.rope_theta}  # fmt: skip
     return options, {}, {"in": [mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight]}
 
 

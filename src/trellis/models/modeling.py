@@ -203,7 +203,7 @@ class TrellisModel(TrellisPreTrainedModel):
             )
         if attention_mask is not None:
             columns = attention_mask.shape[1] if attention_mask.dim() == 2 else -1
-            most = tokens + (cache.seen if cache is not None else 0)
+            most = tokens + (cache.get_seq_length() if cache is not None else 0)
             if not tokens <= columns <= most or attention_mask.shape[0] != batch:
                 longer = f", or up to {most}, with those of the cache" if most > tokens else ""
                 raise ValueError(
@@ -243,8 +243,8 @@ class TrellisModel(TrellisPreTrainedModel):
             if output_hidden_states:
                 trace.append(x)
         if cache is not None:  # all at once: an interrupted call leaves the cache as it was
-            cache.states, cache.last = states, None
-            cache.seen += columns
+            cache.states = states
+            cache.advance(columns)
         if packing is not None:
             x, trace = packing.unpack(x), [packing.unpack(t) for t in trace]
         return x, trace

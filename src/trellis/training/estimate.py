@@ -10,7 +10,10 @@ from .distributed import Processes
 from .recipe import Recipe
 
 #: Keys of [model] that say how large the model is.
-SIZES = ("preset", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+SIZES = (
+    "start", "preset", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "intermediate_size",
+)  # fmt: skip
 #: Bytes of a weight in fp32 with its gradient and AdamW's two moments.
 BYTES_OF_A_WEIGHT = 16
 #: Bytes of the place of a row in the text: a pair of Python objects.

@@ -25,6 +25,7 @@ from ..mixers import Mixer
 from ..models.modeling import TrellisForCausalLM
 from ..models.presets import state_bytes, training_flops
 from . import checkpoint as checkpoints
+from .distillation import Teacher, add_low_rank, freeze_all_but_mixers, load_pretrained, said
 from .distributed import Processes, reduce_gradients, reshard, spread, synchronised, whole
 from .estimate import memory_of
 from .metrics import Metrics, ProgressLine, perplexity_text, validate
@@ -77,7 +78,11 @@ class Trainer:
         self.corpus, self.validation = corpus, validation
         self.batches = make_batches(recipe, corpus)
         torch.manual_seed(recipe.train.seed)
-        self.model = build_model(recipe, corpus).to(group.device)
+        self.model = build_model(recipe, corpus)
+        self.teacher = _teacher(recipe, corpus, self.model, group)
+        if recipe.train.lora:
+            add_low_rank(self.model, recipe.train.lora)
+        self.model = self.model.to(group.device)
         #: The structure of every layer's state, asked for before weights are sharded.
         self.templates = self.model.init_cache(1).states
         if recipe.train.checkpointing:
@@ -204,8 +209,9 @@ class Trainer:
         count = sum(p.numel() for p in self.model.parameters())
         if self.validation is None:
             say("there is no validation: the text was prepared without a validation part")
+        mixers = ", ".join(dict.fromkeys(name for name, _ in self.model.config.layer_mixers()))
         say(
-            f"{recipe.model.mixer}: {count:,} parameters; {self.corpus.train.tokens:,} tokens of "
+            f"{mixers}: {count:,} parameters; {self.corpus.train.tokens:,} tokens of "
             f"text; {recipe.steps} steps of {recipe.rows} x {recipe.data.context} tokens "
             f"({recipe.steps / self.batches.steps_per_epoch:.2f} epochs)"
         )
@@ -284,6 +290,9 @@ class Trainer:
             relay = ProcessRelay(self.group, batch, self.templates)
         elif self.recipe.data.batches == "contiguous":
             relay = StepRelay(states, batch)
+        if self.teacher is not None and self.recipe.distill.loss != "text":
+            with self._autocast():
+                return self._distillation_loss(batch), None
         with self._autocast():
             loss = self.called(
                 **batch.model_inputs(),
@@ -293,6 +302,14 @@ class Trainer:
                 use_cache=False,
             ).loss
         return loss, relay.states if isinstance(relay, StepRelay) else None
+
+    def _distillation_loss(self, batch: Batch) -> Tensor:
+        """What is learnt from the teacher. Several micro-batches count by their shares."""
+        assert self.teacher is not None
+        if self.recipe.distill.loss == "logits":
+            return self.teacher.divergence(self.called, batch)[0] / batch.predicted
+        errors = self.teacher.mixer_errors(self.model, batch)
+        return torch.stack(list(errors.values())).mean() / len(self.micro)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
@@ -356,6 +373,11 @@ class Trainer:
                 self.called, self.validation, recipe.data.context, recipe.log.validation_tokens,
                 rows, self.group,
             )  # fmt: skip
+            if self.teacher is not None:
+                found |= self.teacher.compare(
+                    self.model, self.validation, recipe.data.context, recipe.log.validation_tokens,
+                    rows, mixers=recipe.distill.loss == "mixers",
+                )  # fmt: skip
         reshard(self.model)
         if metrics is not None:
             metrics.write({"step": self.step, **found})
@@ -363,6 +385,7 @@ class Trainer:
         say(
             f"step {self.step}: validation loss {loss:.4f}, perplexity {perplexity_text(loss)}, "
             f"{found['validation_bits_per_byte']:.3f} bits per byte"
+            + (said(found) if self.teacher is not None else "")
         )
 
     def save(self) -> None:
@@ -419,9 +442,11 @@ class Trainer:
 
 def build_model(recipe: Recipe, corpus: Corpus) -> TrellisForCausalLM:
     """A new model by the recipe, for the vocabulary of the corpus."""
-    end = corpus.manifest["tokenizer"]["end_of_document"]
-    config = recipe.model.config(corpus.vocab_size, eos_token_id=end)
-    model = TrellisForCausalLM(config)
+    if recipe.model.start is not None:
+        model = load_pretrained(recipe.model.start, corpus)
+    else:
+        end = corpus.manifest["tokenizer"]["end_of_document"]
+        model = TrellisForCausalLM(recipe.model.config(corpus.vocab_size, eos_token_id=end))
     if recipe.data.batches == "contiguous":
         for name, module in model.named_modules():
             if isinstance(module, Mixer) and math.isinf(module.state_size()):
@@ -430,6 +455,28 @@ def build_model(recipe: Recipe, corpus: Corpus) -> TrellisForCausalLM:
                     f"{name} grows with what is read: give it a window, or use packed batches"
                 )
     return model
+
+
+def _teacher(
+    recipe: Recipe, corpus: Corpus, student: TrellisForCausalLM, group: Processes
+) -> Teacher | None:
+    """The teacher of a recipe, if it has one; freezes the weights that are not to be trained."""
+    distill = recipe.distill
+    if distill.teacher is None:
+        return None
+    if group.world > 1:
+        raise ValueError(f"distill.teacher needs one process; got {group.world}")
+    teacher = Teacher(distill.teacher, corpus, group.device)
+    teacher.check(student)
+    if distill.loss == "mixers":
+        layers = teacher.different(student)
+        if not layers:
+            raise ValueError(
+                'distill.loss = "mixers" needs a model with other mixers than distill.teacher, '
+                f"{distill.teacher}; all layers have the same"
+            )
+        freeze_all_but_mixers(student, layers)
+    return teacher
 
 
 def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:

@@ -36,6 +36,8 @@ else:
 class ModelSection:
     """[model]: the model.
 
+    start: a folder that `trellis export` wrote; the run begins with its model and weights, and no
+        other key of this section may be given.
     preset: a size such as "125m"; or, in its place, hidden_size, num_hidden_layers and
         num_attention_heads.
     intermediate_size: width of the MLPs; without it, the width with which the model has as many
@@ -45,6 +47,7 @@ class ModelSection:
     The other keys are fields of TrellisConfig.
     """
 
+    start: str | None = None
     preset: str | None = None
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
@@ -58,6 +61,15 @@ class ModelSection:
     loss_tokens: int = 2048
 
     def check(self) -> None:
+        if self.start is not None:
+            plain = ModelSection(start=self.start)
+            for name, value in vars(self).items():
+                if value != getattr(plain, name):
+                    raise ValueError(
+                        f"model.{name} must not be given with model.start, whose model has its "
+                        f"own; got {value!r}"
+                    )
+            return
         if self.preset is not None:
             checks.choice("model.preset", self.preset, tuple(PRESETS))
         else:
@@ -70,10 +82,17 @@ class ModelSection:
 
     def config(self, vocab_size: int, **fields: Any) -> TrellisConfig:
         """The model's configuration for a vocabulary."""
+        if self.start is not None:
+            if not (Path(self.start) / "config.json").is_file():
+                raise FileNotFoundError(
+                    f"model.start must be a folder that `trellis export` wrote; {self.start} has "
+                    "no config.json"
+                )
+            return TrellisConfig.from_pretrained(self.start)
         given = {
             name: value
             for name, value in dataclasses.asdict(self).items()
-            if name != "preset" and value is not None
+            if name not in ("start", "preset") and value is not None
         }
         given = {**given, "vocab_size": vocab_size, **fields}
         if self.preset is not None:
@@ -132,6 +151,8 @@ class TrainSection:
     compile: blocks are compiled by torch.compile.
     strategy: "ddp" or "fsdp", for several processes.
     sequence_parallel: how many processes share a row.
+    lora: a rank; only mixers other than attention are then trained whole, and of all else a matrix
+        of this rank that is added to each linear map of attention and MLPs. 0 trains all weights.
     max_bad_steps: the run stops after this many steps in a row without a finite loss and gradient.
     """
 
@@ -155,6 +176,7 @@ class TrainSection:
     device: str = "auto"
     strategy: str = "ddp"
     sequence_parallel: int = 1
+    lora: int = 0
     max_bad_steps: int = 10
 
     def check(self) -> None:
@@ -171,6 +193,7 @@ class TrainSection:
             checks.at_least(f"train.{name}", getattr(self, name), 1, whole=False, optional=True)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "epsilon", "clip"):
             checks.at_least(f"train.{name}", getattr(self, name), 0, whole=False)
+        checks.at_least("train.lora", self.lora, 0)
         checks.share("train.warmup", self.warmup)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas must be two numbers from 0 to 1; got {self.betas}")
@@ -183,6 +206,25 @@ class TrainSection:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"train.seed must be from 0 to 2^63 - 1; got {self.seed}")
+
+
+@dataclass
+class DistillSection:
+    """[distill]: a teacher that the model is compared with, and may learn from.
+
+    teacher: a folder that `trellis export` wrote, of a model of the same width, depth and tokens.
+    loss: "text" (the next token, as without a teacher), "logits" (the divergence KL(teacher ||
+        model) of the distributions of the next token) or "mixers" (what the teacher's mixers return
+        at the teacher's inputs, layer by layer; only mixers other than the teacher's are trained).
+    """
+
+    teacher: str | None = None
+    loss: str = "text"
+
+    def check(self) -> None:
+        checks.choice("distill.loss", self.loss, ("text", "logits", "mixers"))
+        if self.teacher is None and self.loss != "text":
+            raise ValueError(f"distill.loss = {self.loss!r} needs a distill.teacher; got none")
 
 
 @dataclass
@@ -229,6 +271,7 @@ class Recipe:
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
+    distill: DistillSection = field(default_factory=DistillSection)
     log: LogSection = field(default_factory=LogSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
@@ -250,6 +293,11 @@ class Recipe:
             raise ValueError(
                 'train.sequence_parallel above 1 needs train.strategy = "ddp": gathering sharded '
                 "weights would make the processes of a row wait for one another"
+            )
+        if self.distill.loss != "text" and self.data.batches == "contiguous":
+            raise ValueError(
+                f'distill.loss = "{self.distill.loss}" needs data.batches = "packed": the '
+                "teacher's attention starts afresh in every row"
             )
         if self.rows < 1:
             raise ValueError(
@@ -325,7 +373,7 @@ def _not_too_deep(what: object = "the recipe") -> Iterator[None]:
 
 def _changed(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     for setting in settings:
-        _merge(table, _parsed(setting))
+        _merge(table, parsed_setting(setting))
     return table
 
 
@@ -365,7 +413,7 @@ def _merge(base: dict[str, Any], table: dict[str, Any]) -> None:
                 base.pop(dropped, None)
 
 
-def _parsed(setting: str) -> dict[str, Any]:
+def parsed_setting(setting: str) -> dict[str, Any]:
     """{"train": {"steps": 100}} of "train.steps=100". Words need no quotes."""
     name, equals, text = setting.partition("=")
     if not equals or not name:

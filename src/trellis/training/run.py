@@ -24,6 +24,7 @@ from ..data.tokenizer import TextTokenizer, load_tokenizer
 from ..files import locked, naming, parse_json, write_json
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
+from .distillation import add_low_rank, merge_low_rank
 from .distributed import Processes, processes
 from .estimate import check_fits
 from .loop import Trainer
@@ -240,7 +241,12 @@ def load_run(
     else:
         found = checkpoints.open_checkpoint(path, step)
         model = TrellisForCausalLM(found.config())
+        rank = found.content["recipe"].get("train", {}).get("lora", 0)
+        if rank:
+            add_low_rank(model, rank)
         checkpoints.load_tensors(found, checkpoints.training_tensors(model, None))
+        if rank:
+            merge_low_rank(model)
     if model.config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"the tokenizer in {path} has {tokenizer.vocab_size} tokens, but the model "
@@ -255,11 +261,20 @@ def export(run: Path, out: Path, step: int | None = None) -> None:
     Raises:
         FileExistsError: `out` has something in it.
     """
-    from transformers import PreTrainedTokenizerFast
+    check_new(out)
+    save_model(*load_run(run, step), out)
 
+
+def check_new(out: Path) -> None:
+    """Raises FileExistsError if a folder to write has something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists already: give another --out")
-    model, tokenizer = load_run(run, step)
+
+
+def save_model(model: TrellisForCausalLM, tokenizer: TextTokenizer, out: Path) -> None:
+    """Write a model as a folder for from_pretrained, whole or not at all."""
+    from transformers import PreTrainedTokenizerFast
+
     end = tokenizer.end_of_document
     name = None if end is None else tokenizer.inner.id_to_token(end)
     # Padding needs a token of the vocabulary; the attention mask keeps it from being read.

@@ -422,13 +422,13 @@ struct Attention : Mixer {
   // The last three are numbers: of the columns that there is room for, the first and the last + 1
   // that are filled.
   static constexpr const char* slots = "keys values length room begin end";
-  int64_t size, window;
+  int64_t size, group, window;  // group: queries that read one head of keys and values
   double theta;
   std::vector<float> turns;  // [sequences][size]: cosines, then sines
 
   explicit Attention(const Call& call)
-      : Mixer(call), size(call.number("size")), window(call.number("window")),
-        theta(std::stod(std::string(call.option("theta")))), turns(16 * size) {}
+      : Mixer(call), size(call.number("size")), group(call.number("group")),
+        window(call.number("window")), theta(std::stod(std::string(call.option("theta")))), turns(16 * size) {}
 
   void prepare(int64_t n, Slots s) override {
     const int64_t half = size / 2;
@@ -450,14 +450,22 @@ struct Attention : Mixer {
   }
 
   void head(const float* row, int64_t n, int64_t h, Slots s, float* out) const override {
-    constexpr int BLOCK = 128;
-    alignas(64) float query[LARGEST], sums[LARGEST] = {}, weights[BLOCK];
     const int64_t width = heads * size, end = s[5];
     float* keys = floats(s, 0) + (n * heads + h) * s[3] * size;
     float* values = floats(s, 1) + (n * heads + h) * s[3] * size;
-    turn(row + h * size, n, 1 / std::sqrt(float(size)), query);
-    turn(row + width + h * size, n, 1, keys + end * size);
-    std::memcpy(values + end * size, row + 2 * width + h * size, 4 * size);
+    turn(row + group * width + h * size, n, 1, keys + end * size);
+    std::memcpy(values + end * size, row + (group + 1) * width + h * size, 4 * size);
+    for (int64_t i = h * group; i < (h + 1) * group; i++)
+      attend(row + i * size, n, s, keys, values, out + i * size);
+  }
+
+  void attend(
+      const float* x, int64_t n, Slots s, const float* keys, const float* values,
+      float* out) const {
+    constexpr int BLOCK = 128;
+    alignas(64) float query[LARGEST], sums[LARGEST] = {}, weights[BLOCK];
+    const int64_t end = s[5];
+    turn(x, n, 1 / std::sqrt(float(size)), query);
     const int64_t first = end - std::min(integers(s, 2)[n], end - s[4]);
     float top = -INFINITY, total = 0;
     for (int64_t from = first; from <= end; from += BLOCK) {
@@ -482,7 +490,7 @@ struct Attention : Mixer {
         by.put(sums + d, y);
       });
     }
-    for (int64_t d = 0; d < size; d++) out[h * size + d] = sums[d] / total;
+    for (int64_t d = 0; d < size; d++) out[d] = sums[d] / total;
   }
 
   void advance(int64_t rows, int64_t* s) const override {
