@@ -166,7 +166,7 @@ def test_work_beside_a_busy_process(monkeypatch):
         "busy",
         "serve",
         "forecast",
-    ],  # fmt: skip
+    ],
 )
 def test_every_benchmark_is_a_command(name):
     assert name in {command.name for command in app.registered_commands}
