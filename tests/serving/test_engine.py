@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="trellis serve needs the extra `serve`")
 from trellis.mixers import MIXERS
 from trellis.models.cache import TrellisCache
 from trellis.models.sampling import Sampling, generate
+from trellis.serving import engine
 from trellis.serving.engine import Busy, Engine, Failed, Finished, Job, Progress, Text, TimeIsUp
 from trellis.serving.metrics import Metrics
 from trellis.serving.observer import Observer
@@ -141,13 +142,9 @@ def test_answers_are_those_of_trellis_generate():
 
 def test_a_long_document_delays_nobody_by_more_than_a_segment():
     with Bench(segment=16) as bench:
-        started = threading.Event()
-        running = bench.job("x", max_tokens=60, listen=lambda *_: started.set())
-        bench.engine.submit(running)
-        started.wait(60)
+        running = bench.job("x", max_tokens=60)
         document = bench.job((np.full(100, 97) for _ in range(20)), max_tokens=0, keep_state=True)
-        bench.engine.submit(document)
-        bench.wait(running, document)
+        bench.run(running, document)
         between, most = 0, 0
         last = max(n for n, (job, _) in enumerate(bench.log) if job is running)
         for job, event in bench.log[:last]:
@@ -203,6 +200,39 @@ def test_an_answer_ends_before_the_text_that_stops_it():
             assert torch.allclose(a, b, atol=1e-5), name
 
 
+def test_a_stop_of_several_tokens_is_no_part_of_the_state(monkeypatch):
+    """The bytes of é are two tokens; the first one adds no text, and must not be kept."""
+    drawn = iter("caf\u00e9".encode())
+    monkeypatch.setattr(engine, "choose", lambda logits, *_: [next(drawn) for _ in logits])
+    with Bench() as bench:
+        job = bench.job("x", max_tokens=20, stops=["\u00e9"], keep_state=True)
+        ((done,),) = bench.run(job)
+        assert (bench.text(job), done.reason) == ("caf", "stop")
+        assert done.read == list(b"caf")
+        assert done.cache.seen == [4]
+
+
+def test_half_a_character_is_told_at_the_end_of_the_document(monkeypatch):
+    with Bench() as bench:
+        drawn = iter([*b"a\xc3", bench.tokenizer.end_of_document])
+        monkeypatch.setattr(engine, "choose", lambda logits, *_: [next(drawn) for _ in logits])
+        job = bench.job("x", max_tokens=20)
+        ((done,),) = bench.run(job)
+        assert (bench.text(job), done.ended) == ("a\ufffd", True)
+
+
+def test_a_cut_reading_is_the_state_of_what_was_read():
+    """Not of the whole prompt: another prompt must not go on from it as if all was read."""
+    with Bench(segment=16) as bench:
+        def end(job, event):
+            job.deadline = 0
+
+        cut = bench.job("abcdefgh" * 10, max_tokens=0, keep_state=True, listen=end)
+        ((done,),) = bench.run(cut)
+        assert (done.cut, done.cache.seen) == ("time", [16])
+        assert len(cut.prompt) == cut.read == 16
+
+
 def test_several_answers_have_seeds_of_their_own():
     with Bench() as bench:
         way = Sampling(1.0, 1.0)
@@ -228,7 +258,7 @@ def test_a_cancelled_job_frees_its_place():
 def test_a_full_queue_and_a_late_answer():
     with Bench(most_rows=1, most_waiting=2) as bench:
         started = threading.Event()
-        endless = bench.job("a", max_tokens=10**9, seconds=2.0, listen=lambda *_: started.set())
+        endless = bench.job("a", max_tokens=10**9, seconds=600, listen=lambda *_: started.set())
         bench.engine.submit(endless)
         started.wait(60)
         waiting = [bench.job("b", max_tokens=2) for _ in range(2)]
@@ -236,11 +266,29 @@ def test_a_full_queue_and_a_late_answer():
         with pytest.raises(Busy, match="2 requests are waiting already") as refused:
             bench.engine.submit(bench.job("c"))
         assert refused.value.seconds > 0
+        endless.deadline = 0
         ((late,), *_) = bench.wait(endless, *waiting)
         assert (late.reason, late.cut) == ("length", "time")
         document = bench.job((np.full(16, 97) for _ in range(10**9)), max_tokens=5, seconds=0.3)
-        with pytest.raises(TimeIsUp):
+        with pytest.raises(TimeIsUp, match="not read in 0.3 seconds"):
             bench.run(document)
+
+
+def test_a_job_that_waits_too_long_fails():
+    with Bench(most_rows=1) as bench:
+        started = threading.Event()
+        endless = bench.job("a", max_tokens=10**9, listen=lambda *_: started.set())
+        bench.engine.submit(endless)
+        started.wait(60)
+        with pytest.raises(TimeIsUp, match="no place was free in 0.1 seconds"):
+            bench.run(bench.job("b", max_tokens=2, seconds=0.1))
+        bench.engine.cancel(endless)
+
+
+def test_more_prompts_than_may_wait_are_answered_where_nobody_waits():
+    with Bench(most_rows=1, most_waiting=2) as bench:
+        found = bench.run(*(bench.job("a", max_tokens=2) for _ in range(4)))
+        assert len(found) == 4
 
 
 def test_shutting_down_ends_answers_with_their_states():
@@ -269,7 +317,9 @@ def test_a_bad_state_fails_alone():
         started.wait(60)
         with pytest.raises(ValueError, match="not finite"):
             bench.run(bench.job("x", cache=spoiled, max_tokens=5))
+        end = time.monotonic() + 120
         while not any(isinstance(e, Finished) for job, e in bench.log if job is good):
+            assert time.monotonic() < end
             time.sleep(0.01)
 
 

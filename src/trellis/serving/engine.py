@@ -37,6 +37,8 @@ log = logging.getLogger("trellis")
 OBSERVED = 32
 #: Longest wait of the thread for work, in seconds: deadlines are looked at so often.
 TICK = 0.2
+#: More tokens than the bytes of a character, some of which may not have become text yet.
+HELD = 10
 
 
 class Busy(Exception):
@@ -203,7 +205,7 @@ class Engine:
         with self.changed:
             if self.stop_at < math.inf or self.stopped:
                 raise Busy("the server is shutting down", 30)
-            if len(self.waiting) + len(jobs) > self.most_waiting:
+            if self.waiting and len(self.waiting) + len(jobs) > self.most_waiting:
                 raise Busy(f"{len(self.waiting)} requests are waiting already", 1)
             now = time.monotonic()
             for job in jobs:
@@ -296,17 +298,21 @@ class Engine:
         """Ends what was cancelled, takes too long, or has to end with the server."""
         now = time.monotonic()
         stopping = now >= self.stop_at
-        if stopping:
-            with self.changed:
-                for job in self.waiting:
+        with self.changed:
+            for job in self.waiting:
+                if stopping:
                     self._fail(job, Busy("the server is shutting down", 30))
-                self.waiting.clear()
+                elif now >= job.deadline:
+                    self._fail(job, TimeIsUp(f"no place was free in {job.seconds:g} seconds"))
+            self.waiting = deque(job for job in self.waiting if job.unfinished)
         for job in list(self.reading):
             if job.cancelled:
                 self.reading.remove(job)
             elif stopping or now >= job.deadline:
                 self.reading.remove(job)
-                if job.max_tokens == 0 and job.cache is not None:
+                if job.max_tokens == 0 and job.read:
+                    if job.prompt is not None:  # the state is that of what has been read
+                        job.prompt = job.prompt[: job.read]
                     self._finish_reading(job, "shutdown" if stopping else "time")
                 elif stopping:
                     self._fail(job, Busy("the server is shutting down", 30))
@@ -447,6 +453,7 @@ class Engine:
         logits = logits[:, : self.tokenizer.vocab_size]  # a model may have rows to spare
         finite = logits.isfinite().all(-1).tolist()
         chosen = choose(logits, [row.job.way for row in rows], [row.source for row in rows])
+        self.metrics.new_tokens.inc(len(rows))  # before anybody is told that an answer is complete
         going = []
         for place, (row, token) in enumerate(zip(rows, chosen)):
             if row.job.cancelled or not row.job.unfinished:
@@ -455,7 +462,6 @@ class Engine:
                 self._fail(row.job, ValueError("the state leads to numbers that are not finite"))
             elif self._accept(row, token, logits[place], group, place):
                 going.append(row)
-        self.metrics.new_tokens.inc(len(rows))
         return going
 
     def _accept(
@@ -465,6 +471,7 @@ class Engine:
         job = row.job
         row.ids.append(token)
         if token == self.tokenizer.end_of_document:
+            row.text += row.decoder.finish()
             row.ends.append(len(row.text))
             self._send(row, final=True)
             self._finish(row, "stop", group, place, ended=True)
@@ -517,8 +524,15 @@ class Engine:
         """What has read the prompt and the answer as far as it was sent, and the answer's ids."""
         if row.base is not None and row.ends and len(row.text) < row.ends[-1]:
             # A text that stops the answer was drawn, but is no part of it: read without it.
-            whole = sum(end <= len(row.text) for end in row.ends)
-            rest = row.text[row.ends[whole - 1] if whole else 0 :]
+            # Its last tokens may begin a character of which they have added no text yet.
+            whole, before = sum(end <= len(row.text) for end in row.ends), ""
+            for whole in range(whole, max(whole - HELD, 0), -1):
+                before = self.tokenizer.decode(row.ids[:whole])
+                if row.text.startswith(before):
+                    break
+            else:
+                whole, before = 0, ""
+            rest = row.text[len(before) :]
             ids = read = [*row.ids[:whole], *self.tokenizer.encode(rest).tolist()]
             cache = row.base
         else:
