@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 BLOCK = 2**20
+_UMASK = threading.Lock()
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -49,8 +51,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
+        with _UMASK:  # it can only be read by setting it, which another thread must not see
+            mask = os.umask(0)
+            os.umask(mask)
         os.chmod(name, 0o666 & ~mask)  # like any new file; mkstemp lets only its owner read it
         os.replace(name, path)
     except BaseException:

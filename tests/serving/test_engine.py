@@ -18,7 +18,7 @@ from trellis.serving import engine
 from trellis.serving.engine import Busy, Engine, Failed, Finished, Job, Progress, Text, TimeIsUp
 from trellis.serving.metrics import Metrics
 from trellis.serving.observer import Observer
-from trellis.serving.states import NoRoom, Pool, State, Store, UnknownState
+from trellis.serving.states import DamagedState, NoRoom, Pool, State, Store, UnknownState
 
 GREEDY = Sampling(0)
 
@@ -387,6 +387,34 @@ def test_states_in_files_are_loaded_again(tmp_path):
         found, cache = store.open(state.id)
         assert (found, cache.seen) == (state, [state.tokens])
     store.close()
+    again = Store(model, Metrics(), 2 * size, tmp_path)
+    assert again.list() == kept  # oldest first
+    again.close()
+
+
+def test_a_state_whose_file_is_gone(tmp_path):
+    model = evaluated_model().network
+    store = Store(model, Metrics(), folder=tmp_path / "states")
+    assert (tmp_path / "states").stat().st_mode & 0o777 == 0o700
+    cache = cache_after(model, 9)
+    state = store.add(cache, State.of(cache, "read"))
+    (tmp_path / "states" / state.data).unlink()
+    with pytest.raises(DamagedState, match="cannot be read"):
+        store.content(state.id)
+    store.delete(state.id)
+    with pytest.raises(UnknownState):
+        store.content(state.id)
+    store.close()
+
+
+def test_a_named_state_takes_the_place_of_a_beginning():
+    model = evaluated_model().network
+    store = Store(model, Metrics())
+    ids, cache = np.arange(9), cache_after(model, 9)
+    store.keep_prefix(ids, cache)
+    state = store.add(cache, State.of(cache, "read"), ids)
+    assert list(store.pool.held) == [state.id]
+    assert store.longest_prefix(np.arange(12))[0] == 9
 
 
 def test_a_fork_shares_the_file_until_both_are_gone(tmp_path):
@@ -445,6 +473,10 @@ def test_a_made_up_state_is_refused(tmp_path):
         made.save(tmp_path / "made")
         with pytest.raises(ValueError, match="a state must"):
             store.upload(tmp_path / "made", None)
+    (tmp_path / "made").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="the file") as refused:
+        store.upload(tmp_path / "made", None)
+    assert str(tmp_path) not in str(refused.value)
     two = TrellisCache.join([cache, cache])
     two.save(tmp_path / "two")
     with pytest.raises(ValueError, match="one session; got 2"):

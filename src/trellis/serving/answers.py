@@ -30,7 +30,7 @@ from .states import State, new_id
 #: Answers of chats and responses that ask for no length.
 DEFAULT_TOKENS = 512
 #: An answer is given up if its client has left so many pieces of it unread.
-MOST_UNREAD = 20_000
+MOST_UNREAD = 2_000
 
 
 class Run:
@@ -179,7 +179,7 @@ class Answer:
     async def keep(self, run: Run, n: int, done: Finished, state: dict[str, Any]) -> State:
         assert done.cache is not None
         prompt = run.jobs[n].prompt
-        ids = None if prompt is None else [*prompt.tolist(), *done.read]
+        ids = None if prompt is None else np.concatenate([prompt, np.array(done.read, np.int64)])
         about = State.of(done.cache, ended=done.ended, **state)
         return await asyncio.to_thread(self.service.store.add, done.cache, about, ids)
 
@@ -406,7 +406,7 @@ class Chat(Choices):
         prompt = run.jobs[job].prompt
         if done.cache is not None and prompt is not None:
             ids = np.concatenate([prompt, np.array(done.read, np.int64)])
-            self.service.store.keep_prefix(ids, done.cache)
+            await asyncio.to_thread(self.service.store.keep_prefix, ids, done.cache)
         return await super().after(run, job, done, text)
 
 

@@ -98,8 +98,7 @@ async def read_document(
         prompt = run.jobs[0].prompt
         about = State.of(done.cache, "read", parent=parent and parent.id, name=name,
                          input=("…" if size > 400 else "") + document.end)  # fmt: skip
-        ids = None if prompt is None else prompt.tolist()
-        kept = await asyncio.to_thread(store.add, done.cache, about, ids)
+        kept = await asyncio.to_thread(store.add, done.cache, about, prompt)
         more = {"cut": done.cut} if done.cut else {}
         return {**service.about_state(kept), **more}
 

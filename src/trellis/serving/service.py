@@ -73,7 +73,7 @@ class Service:
         """A state as clients see it. short: without its texts."""
         text = (state.input + state.output).strip()
         found = {
-            "id": state.id, "object": "state", "created": state.created, "model": self.name,
+            "id": state.id, "object": "state", "created": int(state.created), "model": self.name,
             "kind": state.kind, "name": state.name, "parent": state.parent,
             "tokens": state.tokens, "bytes": state.bytes,
             "attention_bytes": state.tokens * self.attention_bytes,

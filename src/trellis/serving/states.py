@@ -20,7 +20,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 from ..files import locked, parse_json, sync, write_json, write_whole
 from ..mixers.transformer import AttentionState
 from ..mixers.trellis import TrellisState
-from ..models.cache import TrellisCache
+from ..models.cache import OtherModel, TrellisCache
 from ..models.modeling import TrellisForCausalLM
 from .metrics import Metrics
 
@@ -47,6 +47,8 @@ KEPT_TEXT = 20_000
 SHARED_TOKENS = 32
 #: Prompts whose tokens are remembered to find what they share.
 RECENT_PROMPTS = 64
+#: Tokens of such a prompt that are remembered.
+RECENT_TOKENS = 2**16
 
 
 class UnknownState(KeyError):
@@ -69,14 +71,14 @@ def new_id(kind: str = "state") -> str:
 class State:
     """What is known about a named state.
 
-    tokens: how many the session has read. bytes: the size of its cache. parent: the state that it
+    created: seconds since 1970. tokens: how many the session has read. bytes: the size of its cache. parent: the state that it
     goes on from, which may be gone. kind: "response", "completion", "read", "fork" or "upload".
     input, output: the text that was read and the text that was answered since the parent, shortened
     to their ends. ended: whether the model itself ended the answer.
     """
 
     id: str
-    created: int
+    created: float
     tokens: int
     bytes: int
     kind: str
@@ -95,7 +97,7 @@ class State:
             about[side] = about.get(side, "")[-KEPT_TEXT:]
         about.setdefault("id", new_id())
         tokens = cache.get_seq_length()
-        return cls(created=int(time.time()), tokens=tokens, bytes=cache.nbytes, kind=kind, **about)
+        return cls(created=time.time(), tokens=tokens, bytes=cache.nbytes, kind=kind, **about)
 
 
 @dataclass
@@ -176,9 +178,10 @@ class Store:
         self.prefixes: dict[str, tuple[int, str]] = {}  # hash of ids -> their number, key in pool
         self.recent: list[np.ndarray] = []
         self.lock = threading.RLock()
+        self.files = threading.Lock()  # one change of the files at a time; taken before `lock`
         self._open_folder = contextlib.ExitStack()
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open_folder.enter_context(locked(self.folder))
             self._list()
 
@@ -207,7 +210,7 @@ class Store:
         if free < needed:
             raise NoRoom(f"the disk of {self.folder} is full: {free:,} bytes are left")
 
-    def add(self, cache: TrellisCache, state: State, ids: Sequence[int] | None = None) -> State:
+    def add(self, cache: TrellisCache, state: State, ids: np.ndarray | None = None) -> State:
         """Keeps a cache of one sequence as a named state; returns when it is safely kept.
 
         ids: all tokens that the session has read, if they are known: other prompts that begin with
@@ -220,11 +223,13 @@ class Store:
         if self.folder is not None:
             data = cache.dump(self.fingerprint)
             state.data, state.file_bytes = f"{secrets.token_hex(16)}.safetensors", len(data)
-            with self._writing(self.folder / state.data):
+            with self._writing(self.folder / state.data, self.folder / f"{state.id}.json"):
                 write_whole(self.folder / state.data, data)
                 self._write(state)
         try:
             with self.lock:
+                if ids is not None:
+                    self.pool.drop(_digest(ids))  # the same cache, kept as a beginning
                 self._put(state.id, cache, on_disk=self.folder is not None)
                 self.states[state.id] = state
                 if ids is not None:
@@ -255,6 +260,7 @@ class Store:
                     self.folder / str(state.data), self.model, self.fingerprint
                 )
             except (ValueError, OSError) as error:
+                self.get(name)  # it may have been deleted meanwhile
                 raise DamagedState(f"the file of {name} is damaged: {error}") from error
             with self.lock, contextlib.suppress(NoRoom):
                 if name in self.states:
@@ -265,39 +271,46 @@ class Store:
         """The file of a state."""
         state, cache = self.open(name)
         if self.folder is not None:
-            return (self.folder / str(state.data)).read_bytes()
+            try:
+                return (self.folder / str(state.data)).read_bytes()
+            except OSError as error:
+                self.get(name)  # it may have been deleted meanwhile
+                raise DamagedState(f"the file of {name} cannot be read: {error}") from error
         return cache.dump(self.fingerprint)
 
     def fork(self, name: str, title: str | None = None) -> State:
         """Another state with the same past, which shares the other's file and memory."""
         state, cache = self.open(name)
         made = replace(
-            state, id=new_id(), created=int(time.time()), kind="fork", parent=state.id,
+            state, id=new_id(), created=time.time(), kind="fork", parent=state.id,
             input="", output="", name=title,
         )  # fmt: skip
-        with self.lock:
+        with self.files:
             self.get(name)  # it may have been deleted meanwhile
             if self.folder is not None:
-                with self._writing(None):
+                with self._writing(self.folder / f"{made.id}.json"):
                     self._write(made)
-            with contextlib.suppress(NoRoom):
-                self._put(made.id, cache, on_disk=self.folder is not None)
-            self.states[made.id] = made
-            self._count()
+            with self.lock:
+                with contextlib.suppress(NoRoom):
+                    self._put(made.id, cache, on_disk=self.folder is not None)
+                self.states[made.id] = made
+                self._count()
         return made
 
     def rename(self, name: str, title: str | None) -> State:
-        with self.lock:
+        with self.files:
             state = replace(self.get(name), name=title)
             if self.folder is not None:
-                with self._writing(None):
+                with self._writing():
                     self._write(state)
-            self.states[name] = state
+            with self.lock:
+                self.get(name)  # without a folder, the budget may have dropped it meanwhile
+                self.states[name] = state
         return state
 
     def delete(self, name: str) -> None:
         """Deletes a state, and its data if no fork shares them."""
-        with self.lock:
+        with self.files, self.lock:
             state = self.get(name)
             if self.folder is not None:
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
@@ -312,7 +325,12 @@ class Store:
 
         Raises ValueError, of which OtherModel is one, if the file is not a state of this model.
         """
-        cache = TrellisCache.load(path, self.model, self.fingerprint)
+        try:
+            cache = TrellisCache.load(path, self.model, self.fingerprint)
+        except OtherModel:
+            raise
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(path), "the file")) from error
         check_content(cache)
         return self.add(cache, State.of(cache, "upload", name=name))
 
@@ -348,7 +366,8 @@ class Store:
         SHARED_TOKENS on; else 0. Remembers the prompt."""
         with self.lock:
             best = max((_common(ids, other) for other in self.recent), default=0)
-            self.recent = [*self.recent[-RECENT_PROMPTS + 1 :], ids]
+            kept = ids[:RECENT_TOKENS].astype(np.uint32)
+            self.recent = [*self.recent[-RECENT_PROMPTS + 1 :], kept]
         return best if best >= SHARED_TOKENS else 0
 
     # Inside.
@@ -372,13 +391,13 @@ class Store:
         self.metrics.disk_bytes.set(sum(files.values()))
 
     @contextlib.contextmanager
-    def _writing(self, data: Path | None) -> Iterator[None]:
-        """Turns a failure to write into NoRoom, without what was written of it."""
+    def _writing(self, *new: Path) -> Iterator[None]:
+        """Turns a failure to write into NoRoom; the new files are removed."""
         try:
             yield
         except OSError as error:
-            if data is not None:
-                data.unlink(missing_ok=True)
+            for path in new:
+                path.unlink(missing_ok=True)
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             why = "is full" if full else f"cannot be written to: {error}"
             raise NoRoom(f"the disk of {self.folder} {why}") from error
@@ -400,6 +419,7 @@ class Store:
                 file = self.folder / str(state.data)
                 if state.id != path.stem or file.stat().st_size != state.file_bytes:
                     raise ValueError("its data are not those that were written")
+                state.created = float(state.created)
             except (ValueError, TypeError, OSError) as error:
                 log.warning("the state %s is left out: %s", path, error)
                 with contextlib.suppress(ValueError, AttributeError):
@@ -417,6 +437,7 @@ class Store:
             )
             if ours or (_DATA.fullmatch(path.name) and path.name not in data):
                 path.unlink()
+        self.states = dict(sorted(self.states.items(), key=lambda item: item[1].created))
         if others:
             log.warning("%d states in %s are of other models: left alone", others, self.folder)
         self._count()
@@ -436,11 +457,14 @@ def check_content(cache: TrellisCache) -> None:
                 raise ValueError("a state must hold keys and values of the tokens that it has read")
         offset = state.memory.offset if isinstance(state, TrellisState) else None
         if offset is not None and not 0 <= int(offset) < block.mixer.config.minibatch:
-            raise ValueError("a state must be at a place inside of a mini-batch")
+            raise ValueError(
+                "a state must have an offset in its mini-batch from 0 to "
+                f"{block.mixer.config.minibatch - 1}; got {int(offset)}"
+            )
 
 
-def _digest(ids: Sequence[int] | np.ndarray) -> str:
-    return hashlib.sha256(np.asarray(ids).astype("<u4").tobytes()).hexdigest()
+def _digest(ids: np.ndarray) -> str:
+    return hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
