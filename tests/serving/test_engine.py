@@ -224,6 +224,7 @@ def test_half_a_character_is_told_at_the_end_of_the_document(monkeypatch):
 def test_a_cut_reading_is_the_state_of_what_was_read():
     """Not of the whole prompt: another prompt must not go on from it as if all was read."""
     with Bench(segment=16) as bench:
+
         def end(job, event):
             job.deadline = 0
 
@@ -270,7 +271,7 @@ def test_a_full_queue_and_a_late_answer():
         ((late,), *_) = bench.wait(endless, *waiting)
         assert (late.reason, late.cut) == ("length", "time")
         document = bench.job((np.full(16, 97) for _ in range(10**9)), max_tokens=5, seconds=0.3)
-        with pytest.raises(TimeIsUp, match="not read in 0.3 seconds"):
+        with pytest.raises(TimeIsUp, match=r"not read in 0\.3 seconds"):
             bench.run(document)
 
 
@@ -280,7 +281,7 @@ def test_a_job_that_waits_too_long_fails():
         endless = bench.job("a", max_tokens=10**9, listen=lambda *_: started.set())
         bench.engine.submit(endless)
         started.wait(60)
-        with pytest.raises(TimeIsUp, match="no place was free in 0.1 seconds"):
+        with pytest.raises(TimeIsUp, match=r"no place was free in 0\.1 seconds"):
             bench.run(bench.job("b", max_tokens=2, seconds=0.1))
         bench.engine.cancel(endless)
 

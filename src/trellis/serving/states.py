@@ -71,8 +71,9 @@ def new_id(kind: str = "state") -> str:
 class State:
     """What is known about a named state.
 
-    created: seconds since 1970. tokens: how many the session has read. bytes: the size of its cache. parent: the state that it
-    goes on from, which may be gone. kind: "response", "completion", "read", "fork" or "upload".
+    created: seconds since 1970. tokens: how many the session has read. bytes: the size of its
+    cache. parent: the state that it goes on from, which may be gone. kind: "response",
+    "completion", "read", "fork" or "upload".
     input, output: the text that was read and the text that was answered since the parent, shortened
     to their ends. ended: whether the model itself ended the answer.
     """
