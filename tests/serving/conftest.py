@@ -55,7 +55,10 @@ class Served:
             env=environment(**(env or {})),
         )  # fmt: skip
         self.key = key
+        limit = threading.Timer(PATIENCE, self.process.kill)
+        limit.start()
         self.first = self.process.stdout.readline()
+        limit.cancel()
         found = re.search(r"http://\S+?(?=/ )", self.first)
         if found is None:
             raise RuntimeError(self.first + self.process.communicate()[1])
@@ -96,6 +99,16 @@ def serving(model, *options, **more):
         yield server
     finally:
         server.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def surroundings():
+    """Neither a key nor a proxy of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRELLIS_API_KEY", "")
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "127.0.0.1")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -108,6 +108,11 @@ def test_sigterm_lets_answers_finish(model, tmp_path):
     assert (tmp_path / f"{state['id']}.json").is_file()
 
 
+def test_sigterm_just_after_the_address_was_told(model):
+    with serving(model) as server:
+        assert server.stop() == 0
+
+
 def test_sigterm_cuts_and_saves_what_takes_too_long(model, tmp_path):
     with serving(model, "--state-dir", tmp_path, "--grace", "1") as server:
         events = server.client.responses.create(
@@ -220,6 +225,11 @@ def test_the_key(model, tmp_path):
             for path in ("/v1/states", "/v1/models", "/metrics", "/openapi.json", "/nothing"):
                 answer = requests.get(server.url + path, headers=headers, timeout=PATIENCE)
                 assert answer.status_code == 401, path
+        for scheme, status in (("bearer ", 200), ("", 401)):
+            headers = {"Authorization": f"{scheme}correct-horse-battery"}
+            answer = requests.get(server.url + "/v1/states", headers=headers,
+                                  timeout=PATIENCE)  # fmt: skip
+            assert answer.status_code == status
         assert requests.get(server.url + "/v1/states", timeout=PATIENCE).status_code == 401
         assert requests.get(server.url + "/health", timeout=PATIENCE).status_code == 200
         assert requests.get(server.url + "/", timeout=PATIENCE).status_code == 200

@@ -147,6 +147,8 @@ def test_states_are_listed_renamed_and_deleted(client, server):
     assert server.ask("GET", path).status_code == 404
     with pytest.raises(openai.NotFoundError, match="there is no state"):
         complete(client, "x", state=state["id"])
+    for prompt in ("one", "two"):
+        complete(client, prompt, max_tokens=1)
     first, second = list(server.states())[:2]
     page = server.ask("GET", f"/v1/states?limit=1&after={first}").json()
     assert [one["id"] for one in page["data"]] == [second]
@@ -293,7 +295,7 @@ def test_a_stream_shows_the_memory(client):
         ({"prompt": "x", "n": 65}, "n: "),
         ({"prompt": ["x"] * 33, "n": 2}, "n times the number of prompts must be at most 64"),
         ({"prompt": [257]}, "prompt must have tokens below 257; got 257"),
-        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt: "),
         ({"prompt": "x", "state": "../../etc/passwd"}, "there is no state"),
         ({"prompt": "x", "stop": ""}, "stop"),
         ([1], "the body"),
@@ -311,6 +313,10 @@ def test_malformed_bodies(server):
                             headers={"Content-Type": "application/json"})  # fmt: skip
         assert answer.status_code == 400, data[:20]
         assert answer.json()["error"]["message"]
+    chat = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    answer = server.ask("POST", "/v1/chat/completions", data=chat,
+                        headers={"Content-Type": "application/json"})  # fmt: skip
+    assert answer.status_code == 400
     large = server.ask("POST", "/v1/completions", data=b'{"prompt": "' + b"x" * 2**20 + b'"}',
                        headers={"Content-Type": "application/json"})  # fmt: skip
     assert large.status_code == 413
@@ -320,6 +326,9 @@ def test_other_sites_are_refused(server):
     for headers in ({"Origin": "https://example.org"}, {"Host": "example.org"}):
         answer = server.ask("POST", "/v1/read?stream=false", data=b"text", headers=headers)
         assert answer.status_code == 403
+        assert "example.org" in answer.json()["error"]["message"]
+    for host in ("localhost", "localhost.:80", "127.0.0.2:80", "[::1]:80"):
+        assert server.ask("GET", "/v1/states", headers={"Host": host}).status_code == 200
     own = server.ask("GET", "/v1/states", headers={"Origin": server.url})
     assert own.status_code == 200
 
@@ -395,9 +404,9 @@ def test_the_options_of_the_command(model, tmp_path):
 
     from trellis.cli import app
 
-    def refused(*options):
+    def refused(*options, key=""):
         found = CliRunner().invoke(
-            app, ["serve", str(model), *options], env={"TRELLIS_API_KEY": ""}
+            app, ["serve", str(model), *options], env={"TRELLIS_API_KEY": key}
         )
         assert found.exit_code == 1
         return str(found.exception)
@@ -405,6 +414,7 @@ def test_the_options_of_the_command(model, tmp_path):
     assert "lets other machines in: give an API key" in refused("--host", "0.0.0.0")
     assert "file:PATH or env:NAME" in refused("--api-key", "secret")
     assert "must hold a key" in refused("--api-key", "env:NOT_SET")
+    assert "env:TRELLIS_API_KEY must hold a key" in refused(key="with spaces")
     assert "cannot be read" in refused("--api-key", f"file:{tmp_path}/none")
     gone = CliRunner().invoke(app, ["serve", str(tmp_path / "none")])
     assert "there is no run" in str(gone.exception)

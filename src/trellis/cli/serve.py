@@ -14,7 +14,11 @@ from . import options
 def serve(
     model: Annotated[str, Argument(help="A run's folder, or one that `trellis export` wrote.")],
     host: Annotated[
-        str, Option(help="The address; other machines reach it if it is not this machine's own.")
+        str,
+        Option(
+            help="The address to listen at. Any but 127.0.0.1, ::1 or localhost lets other "
+            "machines in and needs an API key."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, Option(help="The port; 0 takes a free one.", min=0, max=65535)] = 8000,
     state_dir: Annotated[
@@ -27,7 +31,14 @@ def serve(
     memory_mb: Annotated[int, Option(help="MiB of states held in memory.", min=1)] = 1024,
     sessions: Annotated[int, Option(help="Answers at the same time.", min=1, max=4096)] = 64,
     queue: Annotated[int, Option(help="Requests that may wait for a place.", min=1)] = 256,
-    segment: Annotated[int, Option(help="Tokens of a text read between steps.", min=1)] = 512,
+    segment: Annotated[
+        int,
+        Option(
+            help="Tokens of a prompt or document that are read before running answers get their "
+            "next token.",
+            min=1,
+        ),
+    ] = 512,
     max_seconds: Annotated[float, Option(help="The most time of a request.", min=0.1)] = 3600.0,
     max_request_mb: Annotated[int, Option(help="MiB of a request's JSON.", min=1)] = 16,
     max_document_mb: Annotated[int, Option(help="MiB of a document; 0: any.", min=0)] = 0,

@@ -160,6 +160,7 @@ class TextTokenizer:
         group: list[str] = []
         size = 0
         for i, text in enumerate(texts):
+            text.encode()  # raises ValueError at half a character, which the library does not take
             group.append(text)
             size += len(text)
             if size >= _CALL_CHARACTERS or i == len(texts) - 1:

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from . import schema
@@ -71,7 +72,8 @@ def create_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, told)
 
     @app.exception_handler(ClientGone)
-    def gone(request: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnect)  # in the middle of a body
+    def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     @app.exception_handler(RequestValidationError)

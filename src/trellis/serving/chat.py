@@ -87,10 +87,11 @@ class ChatTemplate:
         """
         before = self.render(_BEFORE, answer=False)
         after = self.render([*_BEFORE, *messages])
-        if not after.startswith(before):
+        if "\ue000" not in before or not after.startswith(before):
             raise ValueError("the chat template does not let a conversation go on from a state")
         ids = self._ids(after[before.index("\ue000") + 1 :])
         return ids[1:] if ended and len(ids) and ids[0] == self.end else ids
 
     def _ids(self, text: str) -> np.ndarray:
+        text.encode()  # raises ValueError at half a character, which the library does not take
         return np.array(self.inner.encode(text, add_special_tokens=False), np.int64)

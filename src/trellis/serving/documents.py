@@ -119,7 +119,11 @@ async def read_document(
             yield sse({"type": "done", "state": await finished(done)})
 
     if stream:
-        return await unless_gone(request, streamed(run, events()))
+        try:
+            return await unless_gone(request, streamed(run, events()))
+        except BaseException:
+            opened.close()
+            raise
     with opened:
         try:
             return answer(await unless_gone(request, whole()), 201)

@@ -4,7 +4,9 @@ Every step of the thread reads at most about one segment of waiting text, then d
 each running session. Sessions join and leave the batch between steps.
 
 A text is always read in the same pieces: whole segments from its start, and a piece up to each
-place where its state is kept. So what a session computes does not depend on the sessions beside it.
+place where its state is kept. So what a session computes does not depend on the sessions beside it;
+but a prompt that shares a beginning with a recent one is read in other pieces than it would be
+alone, and its numbers may differ in their last bits.
 """
 
 from __future__ import annotations
@@ -525,8 +527,8 @@ class Engine:
         if row.base is not None and row.ends and len(row.text) < row.ends[-1]:
             # A text that stops the answer was drawn, but is no part of it: read without it.
             # Its last tokens may begin a character of which they have added no text yet.
-            whole, before = sum(end <= len(row.text) for end in row.ends), ""
-            for whole in range(whole, max(whole - HELD, 0), -1):
+            most = sum(end <= len(row.text) for end in row.ends)
+            for whole in range(most, max(most - HELD, 0), -1):
                 before = self.tokenizer.decode(row.ids[:whole])
                 if row.text.startswith(before):
                     break

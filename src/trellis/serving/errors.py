@@ -87,5 +87,7 @@ def validation_error(error: RequestValidationError) -> ApiError:
                  schema.ResponseRequest) for name in kind.model_fields}  # fmt: skip
         hint = checks.did_you_mean(path[-1], known)
         return ApiError(400, f"there is no field {param!r}{hint}", param, "unknown_field")
+    if path and path[0] in ("prompt", "stop", "input"):  # which may be of several kinds
+        param = path[0]
     told = found["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param or 'the body'}: {told}", param)

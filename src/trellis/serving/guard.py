@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
@@ -95,11 +96,18 @@ class Guard:
         key, limit = self.service.key, self.service.limits.request_bytes
         if key is None:
             host, origin = headers.get("host", ""), headers.get("origin")
-            if not _is_local(host) or (origin is not None and origin.partition("://")[2] != host):
-                return ApiError(403, "requests from other sites need an API key", code="other_site")
+            if not _is_local(host, self.service.host):
+                return ApiError(403, "this server has no API key, so it answers only requests to "
+                                f"localhost; the Host header is {host!r}",
+                                code="other_site")  # fmt: skip
+            if origin is not None and origin.partition("://")[2] != host:
+                return ApiError(403, "this server has no API key, so it answers no pages of other "
+                                f"sites; the Origin header is {origin!r}",
+                                code="other_site")  # fmt: skip
         elif scope["path"] not in self.OPEN:
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-            if not hmac.compare_digest(given, key.encode()):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+            if scheme.lower() != "bearer" or not right:
                 return ApiError(401, "the API key is missing or wrong", code="invalid_api_key",
                                 headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         told = headers.get("content-length", "")
@@ -108,10 +116,15 @@ class Guard:
         return None
 
 
-def _is_local(host: str) -> bool:
-    """Whether a Host header names this machine."""
+def _is_local(host: str, own: str) -> bool:
+    """Whether a Host header names this machine. own: the address that the server listens at."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-    return name in ("localhost", "127.0.0.1", "::1")
+    if name in ("localhost", "localhost.", own.lower()):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

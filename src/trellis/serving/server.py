@@ -59,7 +59,9 @@ def read_key(source: str | None) -> str | None:
         ValueError: the source is neither a file nor a variable, or there is no key in it.
     """
     if source is None:
-        return os.environ.get(KEY) or None
+        if not os.environ.get(KEY):
+            return None
+        source = f"env:{KEY}"
     kind, _, name = source.partition(":")
     if kind == "env":
         found = os.environ.get(name, "")
@@ -114,8 +116,9 @@ def open_service(model: str, settings: Settings) -> Service:
     if not engine.grows:  # a state of this model is never larger
         limits.upload_bytes = min(limits.upload_bytes, 2 * network.init_cache(1).nbytes + 2**20)
     return Service(
-        name_of(model), network, tokenizer, template, store, engine, metrics, limits, key
-    )
+        name_of(model), network, tokenizer, template, store, engine, metrics, limits, key,
+        host=settings.host,
+    )  # fmt: skip
 
 
 class Server(uvicorn.Server):
@@ -155,8 +158,10 @@ def serve(model: str, settings: Settings, say: Callable[[str], object] = print) 
     kept = f"states in {settings.state_dir}: {len(service.store.states)}"
     if settings.state_dir is None:
         kept = "states in memory only (--state-dir keeps them)"
-    say(f"{service.name} at http://{host}:{listener.getsockname()[1]}/ ({kept})")
-    # uvicorn hands the signal on when it has shut down; by then there is nothing left to do.
+    server = Server(config, service.engine, settings.grace)
+    # uvicorn sets the same handlers while it runs. A signal before that ends it when it has begun;
+    # one that it hands on after it has shut down finds nothing left to do.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    Server(config, service.engine, settings.grace).run(sockets=[listener])
+        signal.signal(number, server.handle_exit)
+    say(f"{service.name} at http://{host}:{listener.getsockname()[1]}/ ({kept})")
+    server.run(sockets=[listener])

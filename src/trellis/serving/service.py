@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass
 class Service:
-    """A model, and all that serves it."""
+    """A model, and all that serves it. key: None lets in who names this machine, or `host`."""
 
     name: str
     model: TrellisForCausalLM
@@ -40,6 +40,7 @@ class Service:
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
     key: str | None = None
+    host: str = "127.0.0.1"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -172,8 +172,14 @@ $("tree").addEventListener("keydown", (event) => {
 });
 
 async function refresh() {
-  const found = await json("v1/states");
-  page.states = new Map(found.data.map((s) => [s.id, s]));
+  const states = [];
+  for (let more = true; more;) {
+    const after = states.length ? `?after=${states.at(-1).id}` : "";
+    const found = await json(`v1/states${after}`);
+    states.push(...found.data);
+    more = found.has_more;
+  }
+  page.states = new Map(states.map((s) => [s.id, s]));
   if (page.current && !page.states.has(page.current)) page.current = null;
   drawTree();
   drawSizes();
