@@ -1,6 +1,7 @@
 """`trellis convert`: a tiny Llama, made on the spot, becomes a model with a bounded memory."""
 
 import json
+import os
 import signal
 import struct
 import subprocess
@@ -34,7 +35,8 @@ from trellis.training import checkpoint as checkpoints
 from trellis.training import loop
 from trellis.training.run import load_run
 
-STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260k"
+#: The folder of a pretrained model, which the environment variable TRELLIS_STORIES names.
+STORIES = Path(os.environ.get("TRELLIS_STORIES", "models/stories260k"))
 SMALL = {
     "steps": [6, 4, 3], "contexts": [32, 32, 64], "batch_tokens": 128, "validation_tokens": 256,
     "window": 8,
@@ -315,6 +317,12 @@ def test_wrong_models_and_texts_are_refused(model, corpus, tmp_path):
            Conversion(fields={"slot": 1}, **SMALL))  # fmt: skip
     expect(ValueError, "--steps must be 3 numbers", model, corpus.path, out,
            Conversion(**{**SMALL, "steps": [1, 2]}))  # fmt: skip
+    expect(ValueError, "--lora must be at most the model's width", model, corpus.path, out,
+           Conversion(lora=10_000, **SMALL))  # fmt: skip
+    expect(ValueError, "more tokens to train on than the longest of --contexts", model,
+           corpus.path, out,
+           Conversion(**{**SMALL, "contexts": [32, 32, 10**6], "batch_tokens": 10**6}),
+           )  # fmt: skip
 
 
 def test_a_run_of_ours_is_a_teacher_only_with_attention(converted):
@@ -422,7 +430,10 @@ def test_the_tokenizer_of_llama2c(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not STORIES.exists(), reason=f"there is no pretrained model at {STORIES}")
+@pytest.mark.skipif(
+    not STORIES.exists(),
+    reason=f"there is no {STORIES}; TRELLIS_STORIES names the folder of stories260K.bin",
+)
 def test_stories(tmp_path):
     """The whole path with a real pretrained model, on few tokens."""
     network, tokenizer = open_pretrained(STORIES / "stories260K.bin")

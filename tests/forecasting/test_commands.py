@@ -269,7 +269,8 @@ def test_evaluate_a_stream_and_the_validation_part(tmp_path):
     rows = {row["model"]: row for row in table["rows"]}
     assert rows["trellis"]["mse"] < rows["repeat-last"]["mse"]
     found = json.loads(good(*common, "--part", "validation", "--json").stdout)["found"]
-    assert found[-1]["result"]["mse"] == found[-1]["result"]["best"]["mse"]
+    result = found[-1]["result"]
+    assert result["mse"] == pytest.approx(result["best"]["mse"], rel=0.05)  # of fewer windows
     result = run(*common, "--models", "treliss")
     assert "did you mean 'trellis'" in str(result.exception)
 

@@ -146,6 +146,14 @@ def test_months(read):
     assert file.step.after(file.series[0].dates[-1], 8) == dt.datetime(2023, 2, 1)
 
 
+def test_what_looks_like_months_in_its_first_rows(read):
+    gap = [f"2024-{n:02d}-01" for n in (1, 3, 4, 5, 6)]
+    assert str(read(["date,a"] + [f"{day},1" for day in gap], missing="last").step) == "1 month"
+    first = dt.datetime(2023, 2, 1)  # four weeks later is the first of March
+    weeks = [(first + n * dt.timedelta(weeks=4)).date() for n in range(5)]
+    assert str(read(["date,a"] + [f"{day},1" for day in weeks]).step) == "28 days, 0:00:00"
+
+
 def test_last_days_of_months(read):
     days = ["2024-01-31", "2024-02-29", "2024-03-31", "2024-04-30", "2024-05-31"]
     file = read(["date,a"] + [f"{day},1" for day in days])

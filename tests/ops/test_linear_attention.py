@@ -63,7 +63,7 @@ WRONG = [
     ),
     ({"q": torch.zeros(2, 9, 2, 0), "k": torch.zeros(2, 9, 2, 0)}, "q must .* of at least 1"),
     ({"v": torch.zeros(2, 9, 6, 0)}, "v must have shape .* with sizes of at least 1"),
-    ({"backend": "native"}, "backend must be one of auto, reference, chunked; got 'native'"),
+    ({"backend": "native"}, "backend must be one of auto, reference, chunked, fla; got 'native'"),
 ]
 
 

@@ -150,6 +150,7 @@ def predict(
     threads: Threads = 0,
 ) -> Any:
     """Forecast the rows after the last one of a file, with their dates, as CSV."""
+    from .. import figures
     from ..files import write_whole
     from ..forecasting import Forecaster
     from ..forecasting.forecaster import as_csv, draw_forecast
@@ -157,6 +158,10 @@ def predict(
     for name, path in (("out", out), ("figure", figure)):
         if path is not None and path.exists():
             raise ValueError(f"--{name} must not be there yet; {path} is")
+    if figure is not None:
+        figures.check()
+        if figure.suffix != ".png":
+            raise ValueError(f"--figure must be a PNG file, such as forecast.png; got {figure}")
     forecaster = Forecaster.load(model)
     read = _read(
         file, layout, columns, date_column, date_format, missing, sentinels, keep_sentinels

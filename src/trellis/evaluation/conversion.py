@@ -263,7 +263,12 @@ def convert(
     """
     figures.check()
     corpus = open_corpus(data)
-    asked = {"model": str(model.resolve()), **dataclasses.asdict(chosen)}
+    asked = {
+        "model": str(model.resolve()),
+        "data": corpus.fingerprint,
+        "tokenizer": None if tokenizer is None else str(tokenizer.resolve()),
+        **dataclasses.asdict(chosen),
+    }
     asked = json.loads(json.dumps(asked))
     options = out / "options.json"
     if options.is_file():
@@ -305,6 +310,15 @@ def _begin(
     if corpus.validation.tokens < 2:
         raise ValueError(
             f"{corpus.path} holds nothing out to measure on: prepare it with --validation 0.1"
+        )
+    width = network.config.hidden_size
+    if chosen.lora > width:
+        raise ValueError(f"--lora must be at most the model's width, {width}; got {chosen.lora}")
+    longest = max((c for c, steps in zip(chosen.contexts, chosen.steps) if steps), default=0)
+    if corpus.train.tokens <= longest:
+        raise ValueError(
+            f"{corpus.path} must have more tokens to train on than the longest of --contexts, "
+            f"{longest}; it has {corpus.train.tokens}"
         )
     layers = chosen.chosen(network.config.num_hidden_layers)
     student = replaced(
@@ -461,7 +475,8 @@ class _Run:
         chosen = self.chosen
         stages = {record["stage"]: record for record in self._curve()}  # the last of each
         window = chosen.window or max(chosen.contexts)
-        contexts = [chosen.contexts[0] // 2, *sorted({*chosen.contexts, 2 * max(chosen.contexts)})]
+        shortest, longest = max(2, chosen.contexts[0] // 2), 2 * max(chosen.contexts)
+        contexts = sorted({shortest, *chosen.contexts, longest})
         measures = bypass(teacher, student, tokenizer, self.corpus.validation, contexts, window,
                           chosen.validation_tokens, self.say)  # fmt: skip
         costs = self.out / "costs.json"

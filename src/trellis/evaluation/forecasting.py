@@ -99,7 +99,7 @@ def run(
     benchmark = Benchmark(values, split_of(path, split))
     data = {"sha256": sha256_of(path), "split": benchmark.split, "part": part}
     records = Records(out, "forecast")
-    chosen = [*BASELINES, *(name for name in models if name not in BASELINES)]
+    chosen, seeds = list(dict.fromkeys([*BASELINES, *models])), list(dict.fromkeys(seeds))
     tests = [
         _Test(
             benchmark, name, lookback, horizon, seed, part, model_fields or {}, fit_fields or {},
@@ -193,8 +193,6 @@ class _Test:
             "best": found.best._asdict(),
             "looks": [look._asdict() for look in found.looks],
         }
-        if self.part == "validation":
-            return result | {"mse": found.best.mse, "mae": found.best.mae}
         if self.config is not None and self.config.normalizer == "running":
             assert isinstance(model, ForecastModel)
             result |= stream_errors(model, self.benchmark, target)._asdict()
@@ -210,7 +208,7 @@ class _Test:
         torch.manual_seed(self.seed)
         if self.config is not None:
             return ForecastModel(self.config)
-        return Peer(PEERS[self.name][0], *self.sizes)
+        return Peer(PEERS[self.name][0], *self.sizes, self.seed)
 
     @torch.no_grad()
     def examples(self, model: ForecastModel, target: Windows) -> list[dict[str, Any]]:
@@ -234,11 +232,14 @@ class _Test:
 class Peer(nn.Module):
     """A univariate model of neuralforecast, with the settings that its class has by default."""
 
-    def __init__(self, kind: str, lookback: int, horizon: int):
+    def __init__(self, kind: str, lookback: int, horizon: int, seed: int):
+        """seed: its class draws the weights by it, whatever the state of torch's generator."""
         super().__init__()
         import neuralforecast.models
 
-        self.model = getattr(neuralforecast.models, kind)(h=horizon, input_size=lookback)
+        self.model = getattr(neuralforecast.models, kind)(
+            h=horizon, input_size=lookback, random_seed=seed
+        )
 
     def forward(self, rows: Tensor) -> Tensor:
         """Lookbacks [B, L, C] to forecasts [B, H, C, 1]."""

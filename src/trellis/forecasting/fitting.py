@@ -217,6 +217,8 @@ def _regressed(model: ForecastModel, train: Windows) -> Iterator[tuple[Tensor, L
         # Levels are taken where a patch ends, so the stretch is read once for each start in it.
         for shift in range(config.patch):
             rows = values[begin + shift : end - train.horizon].T
+            if rows.shape[1] < train.lookback:
+                continue
             level = model.levels(rows)
             ends = torch.arange(1, level.center.shape[1] + 1) * config.patch
             ends = ends[ends >= train.lookback]

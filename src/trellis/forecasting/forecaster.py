@@ -99,7 +99,9 @@ class Forecaster:
         scaled = torch.from_numpy(scaler.apply(rows).astype(np.float32))[None]
         out = self.model(scaled)[0].sort(-1).values.double().numpy()  # [H, C, Q]
         values = scaler.undo(out.swapaxes(1, 2)).swapaxes(1, 2)
-        dates = [file.step.after(series.dates[-1], n + 1) for n in range(config.horizon)]
+        # Counted from the first date, as the file was: months of 31 days stay so.
+        read, first = len(series.dates), series.dates[0]
+        dates = [file.step.after(first, read + n) for n in range(config.horizon)]
         return Forecast(series.names, dates, values, config.quantiles, config.point)
 
     def _check(self, file: SeriesFile) -> None:
@@ -220,7 +222,7 @@ def as_csv(forecasts: Sequence[Forecast], file: SeriesFile) -> str:
         return [name, *(f"{name}-{first.levels[n]:g}" for n in others)]
 
     def cells(values: np.ndarray) -> list[str]:
-        return [f"{values[n]:.6g}" for n in (first.point, *others)]
+        return [f"{values[n]:.9g}" for n in (first.point, *others)]
 
     if file.layout == "wide":
         writer.writerow([file.date_column, *(head for name in first.names for head in heads(name))])

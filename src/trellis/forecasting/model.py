@@ -334,8 +334,13 @@ class ForecastModel(nn.Module):
         is the one after all rows, which need not end with a patch.
         """
         config = self.config
-        start = self.init_state(len(rows))
-        state, hidden, level = self._advance(rows, start)
+        state, hiddens, levels = self.init_state(len(rows)), [], []
+        for part in rows.split(SEGMENT * config.patch, dim=1):
+            state, one, at = self._advance(part, state)
+            hiddens.append(one)
+            levels.append(at)
+        hidden = torch.cat(hiddens, dim=1)
+        level = Level(*(torch.cat(each, dim=1) for each in zip(*levels)))
         assert config.head_patches is not None
         seen = F.pad(hidden, (0, 0, config.head_patches, 0)).unfold(1, config.head_patches, 1)
         last, last_level = self._latest(state)

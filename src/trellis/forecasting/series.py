@@ -455,7 +455,7 @@ def _step_of(dates: list[dt.datetime]) -> Step:
     if usual >= 28 * day:
         last_day = all(date.day == _days(date) for date in dates)
         monthly = Step(months=round(usual / (30.4 * day)), last_day=last_day)
-        if _steps_between(dates[0], dates[1], monthly) == 1:
+        if all(_steps_between(dates[0], date, monthly) is not None for date in dates):
             return monthly
     return Step(seconds=usual)
 

@@ -243,9 +243,9 @@ def replaced(
 
     The new mixer takes over each of the maps q, k, v and o that has the same shape in it, with
     grouped keys and values repeated for each query head. Norms of q and k go into the rows of their
-    maps. Its short convolutions start by passing every token on as it is, with the biases of q and
-    k where they have one. All else (the code, the gates, the output's norm) starts as in a new
-    model, drawn with `seed`.
+    maps. Its short convolutions start as the identity, before the SiLU of mixers that have one,
+    with the biases of q and k where they have one. All else (the code, the gates, the output's
+    norm) starts as in a new model, drawn with `seed`.
 
     Raises ValueError if the model has no attention in these layers, or the mixer does not fit.
     """
@@ -339,6 +339,6 @@ def take_over(mixer: Mixer, attention: TransformerMixer) -> list[str]:
                 convolution.weight[:, -1] = 1
                 if convolution.bias is not None:
                     convolution.bias.zero_()
-                    if bias is not None:
+                    if bias is not None and stream in "qk":
                         convolution.bias.copy_(bias)
     return copied
