@@ -29,8 +29,9 @@ from .states import State, new_id
 
 #: Answers of chats and responses that ask for no length.
 DEFAULT_TOKENS = 512
-#: An answer is given up if its client has left so many pieces of it unread.
-MOST_UNREAD = 2_000
+#: An answer is given up if its client has left so many pieces of it unread. A small model makes
+#: thousands in a second, and a client that pauses for some seconds must not lose its answer.
+MOST_UNREAD = 20_000
 
 
 class Run:
