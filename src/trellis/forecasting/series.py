@@ -12,7 +12,7 @@ that names the column and the row; rows are counted as in an editor, the line of
     irregular dates              refused; a gap of whole steps is missing rows
     time zones                   all dates with an offset become UTC; some with and some without
                                  are refused
-    constant channels            allowed; their forecast is the constant
+    constant channels            allowed; their forecast starts as the constant
     text in a column             refused; `columns` chooses others
     too few rows                 refused where they are used, see `need_rows`
 """
