@@ -40,6 +40,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def usual_mode(mode: int) -> int:
+    """The permissions that a new file (0o666) or folder (0o777) gets from this process."""
+    with _UMASK:  # it can only be read by setting it, which another thread must not see
+        mask = os.umask(0)
+        os.umask(mask)
+    return mode & ~mask
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to. At the end it replaces the target; after an error it is removed."""
@@ -51,10 +59,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        with _UMASK:  # it can only be read by setting it, which another thread must not see
-            mask = os.umask(0)
-            os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # like any new file; mkstemp lets only its owner read it
+        os.chmod(name, usual_mode(0o666))  # mkstemp lets only its owner read it
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -50,15 +50,6 @@ def transformers_alone():
         pytest.skip("flash-linear-attention is installed; this runs in the main environment")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.skipped and os.environ.get("TRELLIS_NO_SKIPS"):
-        report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped: {call.excinfo.value}"
-    return report
-
-
 def pytest_terminal_summary(terminalreporter):
     if not FOUND:
         return

@@ -1,7 +1,6 @@
 """Servers in processes of their own, and the official client to ask them with."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -114,12 +113,3 @@ def surroundings():
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.skipped and os.environ.get("TRELLIS_NO_SKIPS"):
-        report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped: {call.excinfo.value}"
-    return report

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ..data.shards import Corpus, TokenStream, open_corpus
 from ..data.tokenizer import TextTokenizer, load_tokenizer
-from ..files import locked, naming, parse_json, write_json
+from ..files import locked, naming, parse_json, usual_mode, write_json
 from ..models.modeling import TrellisForCausalLM
 from . import checkpoint as checkpoints
 from .distillation import add_low_rank, merge_low_rank
@@ -295,9 +295,7 @@ def _whole_folder(path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield folder
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(folder, 0o777 & ~mask)  # as for any new folder; mkdtemp's is for its owner alone
+        os.chmod(folder, usual_mode(0o777))  # mkdtemp's is for its owner alone
         if path.is_dir():
             path.rmdir()
         os.rename(folder, path)
