@@ -11,11 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import operator
 import os
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -92,6 +94,14 @@ def _optimizer_steps() -> list[int]:
     return count
 
 
+_version = operator.attrgetter("_version")
+
+
+def _values(dictionaries: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    """The values of all dictionaries, one after the other."""
+    return chain.from_iterable(map(operator.methodcaller("values"), dictionaries))
+
+
 class Unfit(Exception):
     """Why a model is decoded in PyTorch."""
 
@@ -166,16 +176,19 @@ class Decoder:
     def __init__(self, model: TrellisForCausalLM, choice: str):
         self.choice, self.library = choice, kernel()
         self.reason = ""
-        self.changed: object = None
         self.handle = c_void_p()
         self.kept: list[Tensor] = []  # what the kernel has pointers to
-        inner = list(model.modules())[1:]  # hooks of the model itself run as ever
-        self.inner = [(m, m.__dict__, m._forward_hooks, m._forward_pre_hooks) for m in inner]
-        self.children = [(m._modules, name, c) for m in inner for name, c in m._modules.items()]
-        self.children += [(model._modules, name, c) for name, c in model._modules.items()]
-        self.owners = [(m._parameters, name) for m in inner for name in m._parameters]
+        # What is looked at before every token, in lists that C walks. Hooks of the model itself run
+        # as ever.
+        modules = list(model.modules())
+        self.inner = modules[1:]
+        self.hooks = [h for m in self.inner for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self.attributes = [m.__dict__ for m in self.inner]
+        self.children = [m._modules for m in modules if m._modules]
+        self.parameters = [m._parameters for m in self.inner if m._parameters]
+        self.weights = list(_values(self.parameters))
+        self.found = self.look()
         try:
-            self.changed = self.versions()
             self.build(model)
         except Unfit as why:
             self.reason = str(why)
@@ -189,31 +202,35 @@ class Decoder:
 
     def valid(self, choice: str) -> bool:
         """Whether the model is what it was: its modules, hooks and weights."""
-        if choice != self.choice or any(m.get(name) is not c for m, name, c in self.children):
-            return False
-        try:
-            return self.versions() == self.changed
-        except Unfit as why:
-            return str(why) == self.reason
+        weights = list(_values(self.parameters))
+        return (
+            choice == self.choice
+            and len(weights) == len(self.weights)
+            and all(map(operator.is_, weights, self.weights))
+            and self.look() == self.found
+        )
 
-    def versions(self) -> list[Any]:
-        """What a change of a weight changes, other than one through `weight.data`.
-
-        Raises Unfit if a module does more than its weights say.
-        """
-        for module, attributes, hooks, pre_hooks in self.inner:
-            if hooks or pre_hooks or "forward" in attributes or module._compiled_call_impl:
-                raise Unfit(f"{type(module).__name__} has a hook or a forward of its own")
-        weights = [parameters.get(name) for parameters, name in self.owners]
+    def look(self) -> tuple[Any, ...]:
+        """What a change of the model changes, other than one through `weight.data`: its modules,
+        hooks, forwards of single modules (they are attributes), and the versions of its weights."""
+        weights = [w for w in self.weights if w is not None]
+        versions: Any
         try:
-            known = [None if w is None else (w._version, w.data_ptr()) for w in weights]
-            return [*_optimizer_steps(), *known]
+            versions = list(map(_version, weights)), list(map(Tensor.data_ptr, weights))
         except RuntimeError as error:  # inference tensors have no version, fake ones no address
-            raise Unfit(f"a weight cannot be followed: {error}") from error
+            versions = str(error)
+        sizes = sum(map(len, self.hooks)), list(map(len, self.attributes))
+        return list(_values(self.children)), *sizes, *_optimizer_steps(), versions
 
     def build(self, model: TrellisForCausalLM) -> None:
         if torch.nn.modules.module._has_any_global_hook():
             raise Unfit("there are hooks for all modules")
+        for module in self.inner:
+            own = "forward" in module.__dict__ or module._compiled_call_impl
+            if module._forward_hooks or module._forward_pre_hooks or own:
+                raise Unfit(f"{type(module).__name__} has a hook or a forward of its own")
+        if isinstance(self.found[-1], str):
+            raise Unfit(f"a weight cannot be followed: {self.found[-1]}")
         for name, weight in model.named_parameters():
             plain = type(weight) in (nn.Parameter, Tensor) and weight.device.type == "cpu"
             if not plain or weight.dtype != torch.float32:
@@ -291,8 +308,8 @@ class Decoder:
 
         None, and nothing is read, if tokens or states are not those of this model.
         """
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= self.tokens:
+        columns = ids.T.tolist()
+        if min(map(min, columns)) < 0 or max(map(max, columns)) >= self.tokens:
             return None
         session = cache.session
         if session is None or session.decoder is not self:
@@ -303,10 +320,9 @@ class Decoder:
         rows, tokens = ids.shape
         first = max(tokens - keep, 0) if keep else 0
         logits = torch.empty(rows, tokens - first, self.vocabulary)
-        columns = ids.to(torch.long).T.contiguous()
-        for t in range(tokens):
+        for t, column in enumerate(columns):
             place = logits if tokens - first == 1 else torch.empty(rows, self.vocabulary)
-            session.step(columns[t], place if t >= first else None)
+            session.step(column, place if t >= first else None)
             if t >= first and place is not logits:
                 logits[:, t - first] = place
         cache.session = session
@@ -340,15 +356,15 @@ class Session:
         self.threads = min(threads, torch.get_num_threads())
         self.weights = decoder.handle
 
-    def step(self, ids: Tensor, logits: Tensor | None) -> None:
-        """Reads one token of each sequence, ids [B], and fills the logits [B, V] if given."""
+    def step(self, ids: list[int], logits: Tensor | None) -> None:
+        """Reads one token of each sequence, B ids, and fills the logits [B, V] if given."""
         if self.room == 0:
             self.room = -1
             for i, kind in enumerate(self.decoder.kinds):
                 if kind == "attention":
                     self._grow(i, *self._columns(i))
         failed = kernel().trellis_step(
-            self.weights, ids.data_ptr(), self.batch, self.table,
+            self.weights, (c_int64 * self.batch)(*ids), self.batch, self.table,
             None if logits is None else logits.data_ptr(), self.threads,
         )  # fmt: skip
         if failed:
