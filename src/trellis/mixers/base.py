@@ -97,6 +97,56 @@ def expanded_dim(name: str, factor: float, dim: int, what: str) -> int:
     return size
 
 
+#: shape -> (width of all keys / width of the model, expand_v, largest head_dim). None is the shape
+#: of attention: the model's number of heads, with keys and values of width / heads.
+Shapes = dict[str, tuple[float, float, int] | None]
+
+
+def head_sizes(dim: int, heads: int, config: Any, shapes: Shapes) -> tuple[int, int, int]:
+    """The number of heads, and the size of a head's keys and values.
+
+    dim, heads: of the model. config: has `shape`, a name in `shapes`, and, None or in its place,
+    `heads`, `head_dim` (of keys) and `expand_v`. Without them a shape has the smallest number of
+    heads, 1 or even where there is such a number, that makes keys of at most its largest size.
+    """
+    shape = shapes[config.shape]
+    if shape is None:
+        heads, expand_v = config.heads or heads, 1.0
+        key_dim = config.head_dim or head_dim_of(dim, heads)
+    else:
+        share, expand_v, largest = shape
+        heads, key_dim = _heads_of(_all_keys(dim, share, config), largest, config)
+    if config.expand_v is not None:
+        expand_v = config.expand_v
+    return heads, key_dim, expanded_dim("expand_v", expand_v, key_dim, "key size")
+
+
+def _all_keys(dim: int, share: float, config: Any) -> int:
+    """The width of all heads' keys together."""
+    if share * dim % 1 and not (config.heads and config.head_dim):
+        raise ValueError(
+            f"shape={config.shape!r} needs a width of which {share:g} is whole; got {dim}. "
+            "shape='model' takes any"
+        )
+    return int(share * dim)
+
+
+def _heads_of(keys: int, largest: int, config: Any) -> tuple[int, int]:
+    """The number of heads that share `keys` channels, and the channels of each."""
+    heads, key_dim = config.heads, config.head_dim
+    if heads and key_dim:
+        return heads, key_dim
+    for name, value in (("heads", heads), ("head_dim", key_dim)):
+        if value and keys % value:
+            raise ValueError(f"{name} must divide the width of all keys, {keys}; got {value}")
+    if key_dim:
+        return keys // key_dim, key_dim
+    if not heads:
+        fitting = [n for n in range(1, keys + 1) if keys % n == 0 and keys // n <= largest]
+        heads = next((n for n in fitting if n == 1 or n % 2 == 0), fitting[0])
+    return heads, keys // heads
+
+
 def heads_of_slots(dim: int, heads: int) -> int:
     """4, the number of heads in the authors' code of GSA and ABC at every width.
 

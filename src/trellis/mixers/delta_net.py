@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..ops import delta_rule, silu_product, unit_length
 from ..ops.recurrence import BACKENDS
-from .base import Mixer, expanded_dim, head_dim_of
+from .base import Mixer, Shapes, head_sizes
 from .layers import (
     DecayGate,
     RMSNorm,
@@ -34,12 +34,7 @@ from .layers import (
 #: The authors draw the rate from (0, 16). Here it starts above 0, because the log of 0 is -inf.
 DECAY_RATE = (1e-4, 16.0)
 DECAY_STEP = (1e-3, 0.1)
-#: shape -> (width of all keys / width of the model, expand_v, largest head_dim); "model" has none.
-SHAPES: dict[str, tuple[float, float, int] | None] = {
-    "authors": (0.75, 2.0, 256),
-    "square": (1.0, 1.0, 128),
-    "model": None,
-}
+SHAPES: Shapes = {"authors": (0.75, 2.0, 256), "square": (1.0, 1.0, 128), "model": None}
 
 
 @dataclass
@@ -118,7 +113,7 @@ class DeltaNetMixer(Mixer):
     def __init__(self, dim: int, heads: int, config: DeltaNetMixerConfig):
         super().__init__()
         self.config = config
-        self.heads, self.key_dim, self.value_dim = _sizes(dim, heads, config)
+        self.heads, self.key_dim, self.value_dim = head_sizes(dim, heads, config, SHAPES)
         keys = self.heads * self.key_dim
         sizes = {"q": keys, "k": keys, "v": self.heads * self.value_dim}
 
@@ -188,44 +183,3 @@ class DeltaNetMixer(Mixer):
         if self.a_proj is None or self.decay is None:
             return None
         return self.decay(self.a_proj(x))
-
-
-def _sizes(dim: int, heads: int, config: DeltaNetMixerConfig) -> tuple[int, int, int]:
-    """The number of heads, and the size of a head's keys and values."""
-    shape = SHAPES[config.shape]
-    if shape is None:
-        heads = config.heads or heads
-        key_dim = config.head_dim or head_dim_of(dim, heads)
-        expand_v = 1.0
-    else:
-        share, expand_v, largest = shape
-        heads, key_dim = _heads_of(_all_keys(dim, share, config), largest, config)
-    if config.expand_v is not None:
-        expand_v = config.expand_v
-    return heads, key_dim, expanded_dim("expand_v", expand_v, key_dim, "key size")
-
-
-def _all_keys(dim: int, share: float, config: DeltaNetMixerConfig) -> int:
-    """The width of all heads' keys together."""
-    if share * dim % 1 and not (config.heads and config.head_dim):
-        raise ValueError(
-            f"shape={config.shape!r} needs a width of which {share:g} is whole; got {dim}. "
-            "shape='model' takes any"
-        )
-    return int(share * dim)
-
-
-def _heads_of(keys: int, largest: int, config: DeltaNetMixerConfig) -> tuple[int, int]:
-    """The number of heads that share `keys` channels, and the channels of each."""
-    heads, key_dim = config.heads, config.head_dim
-    if heads and key_dim:
-        return heads, key_dim
-    for name, value in (("heads", heads), ("head_dim", key_dim)):
-        if value and keys % value:
-            raise ValueError(f"{name} must divide the width of all keys, {keys}; got {value}")
-    if key_dim:
-        return keys // key_dim, key_dim
-    if not heads:
-        fitting = [n for n in range(1, keys + 1) if keys % n == 0 and keys // n <= largest]
-        heads = next((n for n in fitting if n == 1 or n % 2 == 0), fitting[0])
-    return heads, keys // heads

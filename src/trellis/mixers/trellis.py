@@ -18,14 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from ..ops import MemoryState, trellis_memory, trellis_memory_step, unit_length
+from ..ops import MemoryState, rms_norm, trellis_memory, trellis_memory_step, unit_length
 from ..ops.memory import BACKENDS, ERROR_AT, MODES, VALUE_PASSES
 from ..ops.memory.activations import F_NAMES, NORMALISING_PHI, PHI_NAMES, PSI_NAMES
-from .base import Mixer, expanded_dim, head_dim_of
+from .base import Mixer, Shapes, head_sizes
 from .layers import (
     DecayGate,
     GatedNorm,
-    RMSNorm,
     StreamConvolutions,
     as_projected,
     assign_,
@@ -44,6 +43,8 @@ CONVOLVED = ("q", "k", "v", "alpha")
 LMS_EPSILON = 1e-6
 
 
+SHAPES: Shapes = {"wide": (0.5, 4.0, 32), "model": None}
+
 #: The default of a field that `form` sets.
 FROM_FORM: Any = None
 #: form -> what it sets; docs/decisions.md has the reasons.
@@ -51,10 +52,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "recommended": {
         "phi": "silu", "f": "silu", "psi": "identity", "value_pass": "decode",
         "conv_bias": True, "skip": 1.0, "separate_gates": True, "half_life": (8.0, 256.0),
+        "normalize_alpha": True, "shape": "wide",
     },
     "paper": {
         "phi": "silu", "f": "ln_silu", "psi": "silu", "value_pass": "encode",
         "conv_bias": True, "skip": False, "separate_gates": False, "half_life": False,
+        "normalize_alpha": False, "shape": "model",
     },
 }  # fmt: skip
 
@@ -63,18 +66,24 @@ FORMS: dict[str, dict[str, Any]] = {
 class TrellisMixerConfig:
     """Every choice of the mixer.
 
-    form: sets those of phi, f, psi, value_pass, conv_bias, skip, separate_gates and half_life that
-        are None. "recommended" is the form that did best in our comparisons (docs/results.md).
-        "paper" has the equations of the paper: one target code for two passes that both encode,
-        f = ln_silu, and the readout phi(M^T q). What the paper leaves open is our choice in both:
-        phi, how gamma and beta are computed and start, the unit length of q, k and v, the width of
-        the convolution, its bias and the SiLU behind it, memories that start at zero. Both take
-        mode="exact", the row "b = 1" of the paper's ablation; its default is stale gradients with a
-        mini-batch that it does not give.
-    heads: number of heads; None takes the model's `num_attention_heads`.
-    head_dim: size of a head's queries and keys; None takes the width / heads.
+    form: sets those of shape, phi, f, psi, value_pass, conv_bias, skip, separate_gates, half_life
+        and normalize_alpha that are None. "recommended" is the form that did best in our
+        comparisons (docs/results.md). "paper" has the equations of the paper: one target code for
+        two passes that both encode, f = ln_silu, and the readout phi(M^T q). What the paper leaves
+        open is our choice in both: phi, how gamma and beta are computed and start, the unit length
+        of q, k and v, the width of the convolution, its bias and the SiLU behind it, memories that
+        start at zero. Both take mode="exact", the row "b = 1" of the paper's ablation; its default
+        is stale gradients with a mini-batch that it does not give.
+    shape: sets those of the next four fields that are None.
+        "wide": narrow keys and wide values. The keys of all heads together are half as wide as the
+        model, values are four times as wide as keys, and there are twice as many slots as a key has
+        channels. The number of heads is the smallest one, 1 or even, that makes keys of at most 32:
+        2 heads with 32 keys, 64 slots and 128 values at width 128, 12 such heads at 768.
+        "model": the model's `num_attention_heads`; keys, values and slots of width / heads.
+    heads: number of heads.
+    head_dim: size of a head's queries and keys.
     expand_v: size of a head's values as a multiple of the size of its keys.
-    slots: memory slots per head (m); None takes the size of a head's keys.
+    slots: memory slots per head (m).
     phi: non-linearity of the compression (identity is the paper's "linear").
     f: non-linearity between the passes. psi: non-linearity of the output.
     mode: "exact" takes the gradient at the memory before each token, "stale" at the memory before
@@ -110,7 +119,9 @@ class TrellisMixerConfig:
         the heads start with: (8, 256) spreads them evenly over the logarithm; a single head gets
         the longest. False takes the ranges.
     separate_gates: one gamma and one beta for each pass, instead of one for both.
-    normalize_alpha: an RMS norm, with a learnable scale, on each head's code.
+    normalize_alpha: each head's code is scaled to a root mean square of 1. Codes that are free to
+        grow do so until a write overshoots: its curvature grows with the code, and the step does
+        not know of it. Gradients then jump (docs/lab-notebook.md).
     learn_initial_memory: start from learned memories instead of zeros; None means only where
         phi is degenerate at zero (layernorm, l2norm, ln_silu).
     initial_memory_std: standard deviation from which learned memories are drawn.
@@ -121,9 +132,10 @@ class TrellisMixerConfig:
     """
 
     form: str = "recommended"
+    shape: str = FROM_FORM
     heads: int | None = None
     head_dim: int | None = None
-    expand_v: float = 1.0
+    expand_v: float | None = None
     slots: int | None = None
     phi: str = FROM_FORM
     f: str = FROM_FORM
@@ -150,7 +162,7 @@ class TrellisMixerConfig:
     half_life: tuple[float, float] | Literal[False] = FROM_FORM
     decay_temperature: float = 16.0
     separate_gates: bool = FROM_FORM
-    normalize_alpha: bool = False
+    normalize_alpha: bool = FROM_FORM
     learn_initial_memory: bool | None = None
     initial_memory_std: float = 1.0
     norm_eps: float = 1e-6
@@ -165,6 +177,7 @@ class TrellisMixerConfig:
         for name, value in FORMS[self.form].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        checks.choice("shape", self.shape, tuple(SHAPES))
         checks.choice("phi", self.phi, PHI_NAMES)
         checks.choice("f", self.f, F_NAMES)
         checks.choice("psi", self.psi, PSI_NAMES)
@@ -181,12 +194,13 @@ class TrellisMixerConfig:
         checks.flag("recompute", self.recompute)
         checks.flag("conv_bias", self.conv_bias)
         checks.flag("tie_queries", self.tie_queries)
+        checks.flag("normalize_alpha", self.normalize_alpha)
         if self.skip is not False:
             checks.number("skip", self.skip)
         checks.at_least("initial_memory_std", self.initial_memory_std, 0, whole=False)
         checks.at_least("slots", self.slots, 1, optional=True)
         checks.at_least("head_dim", self.head_dim, 1, optional=True)
-        checks.at_least("expand_v", self.expand_v, 0, whole=False)
+        checks.at_least("expand_v", self.expand_v, 0, whole=False, optional=True)
         checks.at_least("heads", self.heads, 1, optional=True)
         self.conv_on = checks.streams("conv_on", self.conv_on, CONVOLVED) if self.conv_width else ()
         if self.normalize is None:
@@ -264,10 +278,8 @@ class TrellisMixer(Mixer):
     def __init__(self, dim: int, heads: int, config: TrellisMixerConfig):
         super().__init__()
         self.config = config
-        self.heads = config.heads or heads
-        self.key_dim = config.head_dim or head_dim_of(dim, self.heads)
-        self.value_dim = expanded_dim("expand_v", config.expand_v, self.key_dim, "key size")
-        self.slots = config.slots or self.key_dim
+        self.heads, self.key_dim, self.value_dim = head_sizes(dim, heads, config, SHAPES)
+        self.slots = config.slots or self.key_dim * (2 if config.shape == "wide" else 1)
         keys, values = self.heads * self.key_dim, self.heads * self.value_dim
         codes = self.heads * self.slots
         self.normalized = config.normalize or ()
@@ -297,8 +309,6 @@ class TrellisMixer(Mixer):
             bias=config.conv_bias,
         )
         self.skip = None if config.skip is False else nn.Parameter(torch.empty(self.heads))
-        norm_alpha = config.normalize_alpha
-        self.alpha_norm = RMSNorm(self.slots, config.norm_eps) if norm_alpha else None
         self.initial_keys: nn.Parameter | None = None
         self.initial_values: nn.Parameter | None = None
         if config.learn_initial_memory:
@@ -374,8 +384,8 @@ class TrellisMixer(Mixer):
         streams, tails = self.convolutions(projected, state, cu_seqlens)
         q, k, v = (self._heads(name, streams[name]) for name in ("q", "k", "v"))
         alpha = self._split(streams["alpha"])
-        if self.alpha_norm is not None:
-            alpha = self.alpha_norm(alpha)
+        if self.config.normalize_alpha:
+            alpha = rms_norm(alpha, None, self.config.norm_eps)
         steps = self._steps(x, k, v)
         if self.config.mode == "stale":
             factor = self._stale_factor(state.memory, x.shape[1], cu_seqlens)

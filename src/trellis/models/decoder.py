@@ -413,9 +413,10 @@ PLAIN = (
 #: Fields of a Trellis mixer that the kernel computes, whatever their value, or of which only the
 #: start of the weights or of the memories depends.
 TRELLIS_FIELDS = {
-    "form", "heads", "head_dim", "expand_v", "slots", "phi", "f", "psi", "mode", "minibatch",
-    "error_at", "stale_step", "value_pass", "conv_width", "conv_on", "conv_bias", "tie_queries",
-    "skip", "normalize", "lms_step", "step", "step_max", "step_bias", "forget_gate", "decay",
+    "form", "shape", "heads", "head_dim", "expand_v", "slots", "phi", "f", "psi", "mode",
+    "minibatch", "error_at", "stale_step", "value_pass", "conv_width", "conv_on", "conv_bias",
+    "tie_queries", "skip", "normalize", "lms_step", "step", "step_max", "step_bias", "forget_gate",
+    "decay",
     "decay_rate", "decay_step", "half_life", "decay_temperature", "separate_gates",
     "normalize_alpha", "learn_initial_memory", "initial_memory_std", "norm_eps", "backend",
     "recompute",
@@ -469,13 +470,11 @@ def _trellis(mixer: TrellisMixer) -> Description:
         "minibatch": config.minibatch if stale else 1, "stale_step": config.stale_step,
         "decay": config.decay if config.forget_gate else "none", "lms": int(config.lms_step),
         "step_max1": keys, "step_max2": values, "temperature": config.decay_temperature,
-        "eps": config.norm_eps,
+        "eps": config.norm_eps, "alpha_norm": int(config.normalize_alpha),
     }  # fmt: skip
     for name in ("phi", "f", "psi", "value_pass", "error_at"):
         options[name] = getattr(config, name)
     tensors["out_norm"] = mixer.out_norm.weight
-    if mixer.alpha_norm is not None:
-        tensors["alpha_norm"] = mixer.alpha_norm.weight
     if mixer.skip is not None:
         tensors["skip"] = mixer.skip
     return options, tensors, maps

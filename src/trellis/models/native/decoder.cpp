@@ -250,10 +250,10 @@ struct Trellis : Mixer {
   Stream q, k, v, alpha;
   int64_t gate_at, step_at, decay_at, passes, minibatch;
   int phi, f, psi;
-  bool decode, after, lms;
+  bool decode, after, lms, alpha_norm;
   std::string step, decay, stale_step;
   float step_max[2], temperature, eps;
-  const float *step_bias, *decay_bias, *rate, *alpha_norm, *skip, *out_norm;
+  const float *step_bias, *decay_bias, *rate, *skip, *out_norm;
   Mask code, value;
 
   explicit Trellis(const Call& call)
@@ -265,13 +265,14 @@ struct Trellis : Mixer {
         f(activation(call.option("f"))), psi(activation(call.option("psi"))),
         decode(call.either("value_pass", "encode", "decode")),
         after(call.either("error_at", "before", "after")), lms(call.number("lms")),
+        alpha_norm(call.number("alpha_norm")),
         step(call.option("step")), decay(call.option("decay")),
         stale_step(call.option("stale_step")),
         step_max{real(call, "step_max1"), real(call, "step_max2")},
         temperature(real(call, "temperature")), eps(real(call, "eps")),
         step_bias(call.tensor("step_bias").floats()),
         decay_bias(call.tensor("decay_bias").floats()), rate(call.tensor("rate").floats()),
-        alpha_norm(call.tensor("alpha_norm").floats()), skip(call.tensor("skip").floats()),
+        skip(call.tensor("skip").floats()),
         out_norm(call.tensor("out_norm").floats()), code(alpha.size), value(v.size) {}
 
   float step_size(const float* row, int64_t h, int pass) const {
@@ -297,7 +298,7 @@ struct Trellis : Mixer {
     alpha.take(row, n, h, floats(s, 8), target);
     const int m = alpha.size, dk = k.size, d = v.size;
     const Width slots = {m, padded(m), code.on}, width = {d, padded(d), value.on};
-    if (alpha_norm) rms_norm(target, alpha_norm, eps, target, m);
+    if (alpha_norm) rms_norm(target, nullptr, eps, target, m);
     const int64_t offset = minibatch > 1 ? integers(s, 4)[n] : 0;
     // One pass: the memory, in place, after the token.
     auto write = [&](int pass, const float* x, const float* goal, int act, Width w, int dx) {
