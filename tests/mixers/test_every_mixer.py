@@ -193,7 +193,7 @@ def test_names_and_fields_are_checked():
     with pytest.raises(ValueError, match=r"has no field 'slot'; did you mean 'slots'"):
         build_mixer("trellis", DIM, HEADS, slot=3)
     with pytest.raises(ValueError, match="heads must divide the width, 32; got 3"):
-        build_mixer("trellis", DIM, 3)
+        build_mixer("trellis", DIM, 3, shape="model")
     assert {"trellis", "transformer"} <= set(MIXERS)
 
 

@@ -183,10 +183,21 @@ def test_slots_of_the_key_memory_do_not_depend_on_their_number(slots):
 
 
 def test_defaults_follow_the_width():
-    mixer = build_mixer("trellis", 96, 3)
-    assert (mixer.heads, mixer.key_dim, mixer.value_dim, mixer.slots) == (3, 32, 32, 32)
-    assert set(mixer.convolutions) == {"q", "k"}
-    assert mixer.state_size() == 2 * 3 * 32 * 32 + 2 * 3 * 96
+    def sizes(dim, model_heads, **fields):
+        mixer = build_mixer("trellis", dim, model_heads, **fields)
+        assert set(mixer.convolutions) == {"q", "k"}
+        keys, values = mixer.heads * mixer.key_dim, mixer.heads * mixer.value_dim
+        assert mixer.state_size() == mixer.slots * (keys + values) + 2 * 3 * keys
+        return mixer.heads, mixer.key_dim, mixer.value_dim, mixer.slots
+
+    assert sizes(96, 3, shape="model") == sizes(96, 3, form="paper") == (3, 32, 32, 32)
+    assert sizes(96, 3) == (2, 24, 96, 48)
+    assert sizes(64, 8) == (1, 32, 128, 64)
+    assert sizes(130, 2) == (5, 13, 52, 26)
+    assert sizes(96, 3, heads=4, slots=10) == (4, 12, 48, 10)
+    assert sizes(96, 3, heads=4, head_dim=7, expand_v=3) == (4, 7, 21, 14)
+    with pytest.raises(ValueError, match=r"shape='wide' needs a width of which 0.5 is whole; got 9"):
+        build_mixer("trellis", 9, 1)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +229,7 @@ def test_stale_steps_by_position_go_on_inside_a_minibatch():
 
 
 def test_half_lives_are_spread_over_the_heads_of_each_pass():
-    mixer = build_mixer("trellis", 48, 3, half_life=(8, 2048), separate_gates=True)
+    mixer = build_mixer("trellis", 48, 3, heads=3, half_life=(8, 2048), separate_gates=True)
     torch.nn.init.zeros_(mixer.beta_proj.weight)
     keys, values = mixer._decays(torch.randn(1, 4, 48))
     for log_beta in (keys, values):
@@ -285,11 +296,11 @@ def test_gates_start_in_their_ranges():
 def test_step_ranges():
     x = torch.randn(1, 50, 16)
     k = v = torch.randn(1, 50, 2, 8)
-    wide = build_mixer("trellis", 16, 2, step_max=1.5, step_bias=2.0)
+    wide = build_mixer("trellis", 16, 2, heads=2, step_max=1.5, step_bias=2.0)
     gamma = wide._steps(x, k, v)[0]
     assert 0 < gamma.min() < gamma.max() < 1.5
     assert gamma.mean() > 1.5 * 0.6
-    fixed = build_mixer("trellis", 16, 2, step="constant", step_max=0.3)
+    fixed = build_mixer("trellis", 16, 2, heads=2, step="constant", step_max=0.3)
     assert torch.equal(fixed._steps(x, k, v)[0], torch.full((1, 50, 2), 0.3))
     lms = build_mixer("trellis", 16, 2, form="paper", lms_step=True)
     keys, values = lms._steps(x, k, 2 * v)
@@ -299,13 +310,28 @@ def test_step_ranges():
 
 def test_one_gate_or_one_for_each_pass():
     x = torch.randn(1, 5, 16)
-    shared = build_mixer("trellis", 16, 2, separate_gates=False)
-    apart = build_mixer("trellis", 16, 2, separate_gates=True)
+    shared = build_mixer("trellis", 16, 2, heads=2, separate_gates=False)
+    apart = build_mixer("trellis", 16, 2, heads=2, separate_gates=True)
     keys, values = shared._decays(x)
     assert keys is values
     keys, values = apart._decays(x)
     assert keys.shape == values.shape == (1, 5, 2)
     assert not torch.equal(keys, values)
+
+
+def test_codes_of_one_size():
+    """The size of alpha's map does not matter: codes keep a root mean square of 1."""
+    torch.manual_seed(0)
+    mixer, x = build_mixer("trellis", 16, 2), torch.randn(1, 20, 16)
+    y = mixer(x)[0]
+    with torch.no_grad():
+        mixer.alpha_proj.weight *= 50
+    codes = mixer.project(x, mixer.init_state(1))[0].alpha
+    assert torch.allclose(codes.square().mean(-1), torch.ones(1, 20, 1), rtol=1e-4)
+    assert relative_rms(mixer(x)[0], y) < 1e-4
+    free = build_mixer("trellis", 16, 2, normalize_alpha=False)
+    free.load_state_dict(mixer.state_dict())
+    assert relative_rms(free(x)[0], y) > 0.1
 
 
 def test_without_a_forget_gate_nothing_decays():

@@ -151,9 +151,11 @@ def drawn_trellis():
     pairs = st.sampled_from([1.0, (1.0, 0.5)])
     return st.fixed_dictionaries(
         {
-            "head_dim": st.one_of(st.none(), st.integers(1, 40)),
-            "expand_v": st.sampled_from([1, 2]),
-            "slots": st.integers(1, 40),
+            "shape": st.sampled_from(["wide", "model"]),
+            "heads": st.integers(1, 3),
+            "head_dim": st.integers(1, 40),
+            "expand_v": st.sampled_from([None, 1, 2]),
+            "slots": st.one_of(st.none(), st.integers(1, 40)),
             "phi": st.sampled_from(["identity", "silu", "gelu", "tanh", "ln_silu", "l2norm"]),
             "f": st.sampled_from(["ln_silu", "l2_silu", "softmax", "silu", "identity"]),
             "psi": st.sampled_from(["identity", "silu", "layernorm"]),
