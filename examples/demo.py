@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-# Threads that wait for work sleep instead of spinning: other programs on the machine then slow this
-# down in proportion, and no more. OpenMP reads it when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from trellis.threads import sleep_while_waiting
+
+# Before torch is imported. Other programs on the machine then slow this down in proportion only.
+sleep_while_waiting()
 
 import torch
 

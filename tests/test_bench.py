@@ -1,6 +1,7 @@
 """The benchmark itself: that it runs and says what it promises, not how fast anything is."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from trellis.bench import (
 from trellis.cli.bench import Record, app
 from trellis.mixers import MIXERS
 from trellis.ops.memory import triton as backend
+from trellis.threads import WAITING, sleep_while_waiting
 from trellis.training.recipe import from_dict
 from trellis.training.run import train
 
@@ -141,16 +143,24 @@ def test_work_beside_a_busy_process(monkeypatch):
     given = []
 
     def fresh(module, *arguments, env):
-        given.append(env.get("OMP_WAIT_POLICY"))
+        given.append((env.get("OMP_WAIT_POLICY"), env.get("GOMP_SPINCOUNT")))
         return {"training": 2.0}
 
     monkeypatch.setattr(measure, "in_fresh_process", fresh)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    others = {name: value for name, value in os.environ.items() if name not in WAITING}
+    monkeypatch.setattr(os, "environ", others)
+    sleep_while_waiting()
     lines = []
     result = decoding.run_busy(0.01, lines.append)
-    assert given == [None, None, "passive", "passive"]
+    assert given == [(None, None)] * 2 + [("passive", "3000")] * 2
     assert [row["busy"] for row in result["rates"]] == [2.0, 2.0]
     assert "| training | as trellis sets it | 2 | 2 | 100% |" in lines
+
+
+def test_a_choice_of_how_threads_wait_stays(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "active"})
+    sleep_while_waiting()
+    assert os.environ == {"OMP_WAIT_POLICY": "active"}
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_defaults_follow_the_width():
     assert sizes(130, 2) == (5, 13, 52, 26)
     assert sizes(96, 3, heads=4, slots=10) == (4, 12, 48, 10)
     assert sizes(96, 3, heads=4, head_dim=7, expand_v=3) == (4, 7, 21, 14)
-    with pytest.raises(ValueError, match=r"shape='wide' needs a width of which 0.5 is whole; got 9"):
+    with pytest.raises(ValueError, match=r"needs a width of which 0.5 is whole; got 9"):
         build_mixer("trellis", 9, 1)
 
 

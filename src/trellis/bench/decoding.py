@@ -23,6 +23,7 @@ from ..models import decoder
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
 from ..models.presets import preset
+from ..threads import WAITING
 from ..training.run import load_run
 from . import measure
 
@@ -30,8 +31,6 @@ Report = Callable[[str], None]
 #: What decodes a token: a value of TRELLIS_DECODER.
 DECODERS = {"native": "auto", "native, bf16 weights": "bf16", "PyTorch": "torch"}
 MIXERS = {"trellis": "Trellis", "transformer": "attention"}
-#: The variables that say how OpenMP's threads wait for work.
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def config(size: str, mixer: str) -> TrellisConfig:

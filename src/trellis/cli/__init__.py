@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -13,6 +12,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the trellis command needs {error.name}: pip install 'trellis-memory[cli]'")
 
 from .. import __version__
+from ..threads import sleep_while_waiting
 from . import bench, convert, data, evaluation, forecast, serve, train
 from .options import Program
 
@@ -45,9 +45,7 @@ def trellis(
 
 
 def main() -> None:
-    # Threads that wait for work sleep instead of spinning, which would take the cores of those that
-    # work where other programs run. OpenMP reads this when torch is imported, which is later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sleep_while_waiting()
     try:
         app()
     except (ValueError, OSError, ModuleNotFoundError) as error:
