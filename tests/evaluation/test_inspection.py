@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 def model_of(**fields):
-    return evaluated_model(mixer_config=fields)
+    return evaluated_model(mixer_config={"heads": 2, **fields})
 
 
 @pytest.fixture(params=CONFIGS)
@@ -293,7 +293,8 @@ def test_what_is_left_by_age():
 
 
 def test_only_trellis_layers_of_a_hybrid_are_shown():
-    hybrid = evaluated_model(mixer=["transformer", "trellis"], name="hybrid")
+    fields = {"transformer": {}, "trellis": {"heads": 2}}
+    hybrid = evaluated_model(mixer=["transformer", "trellis"], mixer_config=fields, name="hybrid")
     arrays = inspect(hybrid, IDS)
     assert arrays["layers"].tolist() == [1]
     assert arrays["keys_write_norm"].shape == (1, 2, len(IDS))

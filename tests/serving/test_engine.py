@@ -327,7 +327,7 @@ def test_a_bad_state_fails_alone():
 def test_the_observer_sees_what_inspection_measures():
     from trellis.evaluation.inspection import inspect
 
-    evaluated = evaluated_model()
+    evaluated = evaluated_model(mixer_config={"heads": 2})
     ids = list(b"look at this")
     arrays = inspect(evaluated, ids)
     observer = Observer(evaluated.network, evaluated.tokenizer, evaluated.network.init_cache(1),

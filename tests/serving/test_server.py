@@ -275,13 +275,13 @@ def test_responses_stream(client):
 def test_a_stream_shows_the_memory(client):
     chunks = client.completions.create(
         **GREEDY, prompt="look", max_tokens=5, stream=True,
-        extra_body={"memory": {"layer": 1, "head": 1}},
+        extra_body={"memory": {"layer": 1, "head": 0}},
     )  # fmt: skip
     seen = [one for chunk in chunks for one in getattr(chunk.choices[0], "memory", None) or []]
     assert "".join(one["token"] for one in seen[:4]) == "look"
     assert len(seen) == 9
     assert all(0 < gate <= 1 for one in seen for gate in one["forget"])
-    assert seen[-1]["picture"]["values"]["shape"] == [16, 16]
+    assert seen[-1]["picture"]["values"]["shape"] == [32, 64]
     with pytest.raises(openai.BadRequestError, match=r"memory.layer must be one of 0, 1; got 7"):
         client.completions.create(**GREEDY, prompt="x", extra_body={"memory": {"layer": 7}})
 
