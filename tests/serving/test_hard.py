@@ -498,7 +498,7 @@ def test_the_page(model, tmp_path, browser):
         find("read-file").send_keys(str(document))
         wait_until(lambda: "document.txt is read" in find("status").text, PATIENCE)
         size = 107 + 300 * 23
-        assert f"{size:,} tokens" in find("ours").text
+        wait_until(lambda: f"{size:,} tokens" in find("ours").text, PATIENCE)
 
         find("rename").click()
         answer_question("renamed")
