@@ -22,7 +22,7 @@ from ..figures import figure
 from ..models import decoder
 from ..models.config import TrellisConfig
 from ..models.modeling import TrellisForCausalLM
-from ..models.presets import preset
+from ..models.presets import match_parameters, preset
 from ..threads import WAITING
 from ..training.run import load_run
 from . import measure
@@ -34,12 +34,16 @@ MIXERS = {"trellis": "Trellis", "transformer": "attention"}
 
 
 def config(size: str, mixer: str) -> TrellisConfig:
-    """A preset such as "125m", or "demo", the size of the model in recipes/demo.toml."""
+    """A preset such as "125m", or "demo", the size of the model in recipes/demo.toml: with as many
+    parameters as Transformer++ has."""
     if size != "demo":
         return preset(size, mixer)
-    return TrellisConfig(
-        vocab_size=2048, hidden_size=128, num_hidden_layers=3, num_attention_heads=2, mixer=mixer
-    )
+    made, reference = (
+        TrellisConfig(vocab_size=2048, hidden_size=128, num_hidden_layers=3,
+                      num_attention_heads=2, mixer=name)
+        for name in (mixer, "transformer")
+    )  # fmt: skip
+    return match_parameters(made, reference)
 
 
 @torch.no_grad()
