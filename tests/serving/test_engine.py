@@ -56,6 +56,14 @@ class Bench:
         made.listen = heard
         return made
 
+    def running(self, text="a", **options):
+        """A job that has been handed in and is being answered, by default without an end."""
+        started = threading.Event()
+        job = self.job(text, lambda *_: started.set(), **{"max_tokens": 10**9, **options})
+        self.engine.submit(job)
+        assert started.wait(60)
+        return job
+
     def run(self, *jobs):
         """The answers of jobs that are handed in together: ids by job and choice."""
         self.engine.submit(*jobs)
@@ -244,10 +252,7 @@ def test_several_answers_have_seeds_of_their_own():
 
 def test_a_cancelled_job_frees_its_place():
     with Bench(most_rows=1) as bench:
-        started = threading.Event()
-        endless = bench.job("a", max_tokens=10**9, listen=lambda *_: started.set())
-        bench.engine.submit(endless)
-        started.wait(60)
+        endless = bench.running()
         other = bench.job("b", max_tokens=3)
         bench.engine.submit(other)
         bench.engine.cancel(endless)
@@ -258,10 +263,7 @@ def test_a_cancelled_job_frees_its_place():
 
 def test_a_full_queue_and_a_late_answer():
     with Bench(most_rows=1, most_waiting=2) as bench:
-        started = threading.Event()
-        endless = bench.job("a", max_tokens=10**9, seconds=600, listen=lambda *_: started.set())
-        bench.engine.submit(endless)
-        started.wait(60)
+        endless = bench.running(seconds=600)
         waiting = [bench.job("b", max_tokens=2) for _ in range(2)]
         bench.engine.submit(*waiting)
         with pytest.raises(Busy, match="2 requests are waiting already") as refused:
@@ -277,10 +279,7 @@ def test_a_full_queue_and_a_late_answer():
 
 def test_a_job_that_waits_too_long_fails():
     with Bench(most_rows=1) as bench:
-        started = threading.Event()
-        endless = bench.job("a", max_tokens=10**9, listen=lambda *_: started.set())
-        bench.engine.submit(endless)
-        started.wait(60)
+        endless = bench.running()
         with pytest.raises(TimeIsUp, match=r"no place was free in 0\.1 seconds"):
             bench.run(bench.job("b", max_tokens=2, seconds=0.1))
         bench.engine.cancel(endless)
@@ -294,11 +293,7 @@ def test_more_prompts_than_may_wait_are_answered_where_nobody_waits():
 
 def test_shutting_down_ends_answers_with_their_states():
     with Bench() as bench:
-        started = threading.Event()
-        endless = bench.job("a", max_tokens=10**9, keep_state=True,
-                            listen=lambda job, event: started.set())  # fmt: skip
-        bench.engine.submit(endless)
-        started.wait(60)
+        endless = bench.running(keep_state=True)
         bench.engine.drain(0.2)
         with pytest.raises(Busy, match="shutting down"):
             bench.engine.submit(bench.job("b"))
@@ -312,10 +307,7 @@ def test_a_bad_state_fails_alone():
         spoiled = bench.model.read(torch.tensor([[97]]))
         for _, tensor in spoiled._tensors():
             tensor.fill_(torch.nan)
-        started = threading.Event()
-        good = bench.job("fine", max_tokens=40, listen=lambda *_: started.set())
-        bench.engine.submit(good)
-        started.wait(60)
+        good = bench.running("fine", max_tokens=40)
         with pytest.raises(ValueError, match="not finite"):
             bench.run(bench.job("x", cache=spoiled, max_tokens=5))
         end = time.monotonic() + 120
