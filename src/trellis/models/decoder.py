@@ -187,6 +187,7 @@ class Decoder:
         self.children = [m._modules for m in modules if m._modules]
         self.parameters = [m._parameters for m in self.inner if m._parameters]
         self.weights = list(_values(self.parameters))
+        self.followed = [w for w in self.weights if w is not None]
         self.found = self.look()
         try:
             self.build(model)
@@ -213,10 +214,9 @@ class Decoder:
     def look(self) -> tuple[Any, ...]:
         """What a change of the model changes, other than one through `weight.data`: its modules,
         hooks, forwards of single modules (they are attributes), and the versions of its weights."""
-        weights = [w for w in self.weights if w is not None]
         versions: Any
         try:
-            versions = list(map(_version, weights)), list(map(Tensor.data_ptr, weights))
+            versions = list(map(_version, self.followed)), list(map(Tensor.data_ptr, self.followed))
         except RuntimeError as error:  # inference tensors have no version, fake ones no address
             versions = str(error)
         sizes = sum(map(len, self.hooks)), list(map(len, self.attributes))
