@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from trellis.cli import app
+from trellis.cli.forecast import split_settings
 from trellis.forecasting import (
     FitOptions,
     ForecastConfig,
@@ -181,6 +182,31 @@ def test_fit_and_predict_a_long_file_with_new_series(tmp_path):
     assert [row[0] for row in rows[1:]] == ["a"] * 4 + ["new"] * 4
 
 
+def test_a_season_is_found_by_dates_and_forecast_at_the_right_hours(tmp_path):
+    """A file that repeats its days exactly is forecast exactly, also from another hour."""
+    usual = np.random.default_rng(0).normal(size=24) * 10
+    start = dt.datetime(2024, 1, 1, 5)
+    dates = [start + dt.timedelta(hours=n) for n in range(240)]
+    lines = [f"{date},{50 + usual[date.hour]:.6f}" for date in dates]
+    data, later = tmp_path / "data.csv", tmp_path / "later.csv"
+    data.write_text("\n".join(["when,load", *lines]))
+    later.write_text("\n".join(["when,load", *lines[100:]]))
+    model = tmp_path / "m.safetensors"
+    told = good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    assert "season: the usual course of 24 rows" in told.output
+    assert Forecaster.load(model).season == 24
+    for file in (data, later):
+        rows = list(csv.reader(good("predict", model, file).stdout.splitlines()))
+        wanted = [50 + usual[(5 + 240 + n) % 24] for n in range(5)]
+        np.testing.assert_allclose([float(row[1]) for row in rows[1:]], wanted, atol=0.05)
+    for season, message in (("1", "must be a number of rows"), ("200", "needs at least two")):
+        told = run("fit", data, "--out", tmp_path / "n", "--horizon", 5, "--lookback", 24,
+                   "--season", season)  # fmt: skip
+        assert told.exit_code
+        assert message in str(told.exception)
+    assert not (tmp_path / "n").exists()
+
+
 def test_a_streaming_forecaster_from_the_command_line(tmp_path):
     data = wide(tmp_path / "data.csv")
     model = tmp_path / "m.safetensors"
@@ -232,6 +258,15 @@ def test_fit_refuses_before_it_trains(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
 
 
+def test_settings_are_toml_and_may_name_a_part_of_a_table():
+    whole = split_settings(['mixer_config={shape = "model", slots = 8}', "validation_windows=none"])
+    parts = split_settings(["mixer_config.shape=model", "mixer_config.slots=8"])
+    assert whole == ({"mixer_config": {"shape": "model", "slots": 8}}, {"validation_windows": None})
+    assert parts == ({"mixer_config": {"shape": "model", "slots": 8}}, {})
+    with pytest.raises(ValueError, match="the value is not valid TOML"):
+        split_settings(['mixer_config={"shape": "model"}'])
+
+
 def test_evaluate_writes_records_a_table_and_a_picture(tmp_path):
     data = wide(tmp_path / "data.csv", 400)
     arguments = [
@@ -241,7 +276,7 @@ def test_evaluate_writes_records_a_table_and_a_picture(tmp_path):
     ]  # fmt: skip
     result = good(*arguments, "--json")
     found = json.loads(result.stdout)
-    assert len(found["found"]) == 2 * (2 + 2 * 2)
+    assert len(found["found"]) == 2 * (3 + 2 * 2)  # with two seeds of two mixers
     table = json.loads((tmp_path / "runs/forecast/tables/data-24-test.json").read_text())
     rows = {(row["model"], row["horizon"]): row for row in table["rows"]}
     trellis, transformer = rows["trellis", 6], rows["transformer", 6]
@@ -249,12 +284,13 @@ def test_evaluate_writes_records_a_table_and_a_picture(tmp_path):
     assert trellis["mse_sd"] > 0
     assert abs(trellis["parameters"] / transformer["parameters"] - 1) < 0.02
     assert trellis["mse"] < rows["repeat-last", 6]["mse"]
+    assert rows["nlinear-season", 6]["mse"] != rows["nlinear", 6]["mse"]
     mean = (trellis["mse"] + rows["trellis", 12]["mse"]) / 2
     assert rows["trellis", "mean"]["mse"] == pytest.approx(mean)
     picture = tmp_path / "runs/forecast/tables/data-24-test.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs/forecast").glob("*.json")}
-    assert len(written) == 12
+    assert len(written) == 14
     again = good(*arguments)  # reads what is there
     assert {p: p.stat().st_mtime_ns for p in written} == written
     assert "repeat-last" in again.stdout

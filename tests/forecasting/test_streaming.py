@@ -169,3 +169,23 @@ def test_a_forecaster_of_windows_cannot_stream():
         ValueError, match="trained with normalizer='running'; this one has 'window'"
     ):
         StreamingForecaster(Forecaster(shaken(), {"a": (0.0, 1.0)}))
+
+
+def test_a_stream_with_a_season_begins_at_any_place_of_it(tmp_path):
+    """Rows without their usual course, forecast, plus that course: the same forecast."""
+    plain = forecaster()
+    cycle = np.array([[0.0, 4.0], [2.0, -4.0], [-2.0, 0.0]])
+    made = Forecaster(plain.model, plain.scalers, cycle=cycle)
+    rows = np.random.default_rng(1).normal(size=(31, 2))
+    stream, reference = StreamingForecaster(made, place=2), StreamingForecaster(plain)
+    stream.observe(rows[:20] + cycle[(2 + np.arange(20)) % 3])
+    stream.save(tmp_path / "s.safetensors")
+    stream = StreamingForecaster.load(tmp_path / "s.safetensors", made).fork()
+    stream.observe(rows[20:] + cycle[(22 + np.arange(11)) % 3])
+    reference.observe(rows)
+    usual = cycle[(33 + np.arange(made.config.horizon)) % 3][:, :, None]
+    np.testing.assert_allclose(
+        stream.forecast(), reference.forecast() + usual, rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="another configuration, scale"):
+        StreamingForecaster.load(tmp_path / "s.safetensors", plain)

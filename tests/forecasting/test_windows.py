@@ -73,6 +73,30 @@ def test_a_constant_channel_has_a_scale():
     assert Scaler.of(np.full((5, 1), 3.3)).apply(np.full((2, 1), 3.3)).tolist() == [[0.0], [0.0]]
 
 
+def test_the_usual_course_of_a_cycle_is_learned_and_undone():
+    season = np.array([[0.0, 5.0], [3.0, -5.0], [-3.0, 0.0]])
+    values = np.array([10.0, 20.0]) + season[(1 + np.arange(30)) % 3]
+    scaler = Scaler.of(values, 3, first=1)
+    np.testing.assert_allclose(scaler.cycle, season, atol=1e-12)
+    np.testing.assert_allclose(scaler.apply(values, 1), 0, atol=1e-12)
+    np.testing.assert_allclose(scaler.apply(values[4:], 5), 0, atol=1e-12)
+    out = np.zeros((4, 6, 2))  # horizon, quantiles, channels
+    np.testing.assert_allclose(scaler.undo(out, 2)[:, 3], [10, 20] + season[[2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="a season of 16 rows needs at least two"):
+        Scaler.of(values, 16)
+
+
+def test_a_season_changes_no_error_of_equal_forecasts():
+    """What is subtracted from lookbacks and targets comes back in `usual`."""
+    values = np.random.default_rng(0).normal(size=(400, 2)) + np.sin(np.arange(400))[:, None]
+    plain, cyclic = Benchmark(values, "ratio"), Benchmark(values, "ratio", 7)
+    index = torch.tensor([0, 11, 29])
+    one, other = (b.windows("test", 10, 5) for b in (plain, cyclic))
+    for raw, rest, usual in zip(one.take(index), other.take(index), cyclic.usual(other, index)):
+        torch.testing.assert_close(raw, rest + usual)
+    assert not cyclic.usual(other, index)[0].allclose(torch.zeros(()))
+
+
 def test_a_benchmark_is_read_as_it_stands(tmp_path):
     """Rows that are missing or doubled do not matter, and sentinels are data."""
     path = tmp_path / "file.csv"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,13 @@ Missing = Annotated[
 Sentinels = Annotated[
     list[str] | None, Option("--sentinel", help="A number that stands for a missing one: -9999.")
 ]
+Season = Annotated[
+    str,
+    Option(
+        help="Rows of a cycle, such as 24 for hours of a day, whose usual course is learned first; "
+        "auto: a day, for days a week, for months a year; or none."
+    ),
+]
 KeepSentinels = Annotated[bool, Option("--keep-sentinels", help="Numbers such as -9999 are data.")]
 
 
@@ -50,6 +57,7 @@ def evaluate(
         str, Option(help="test; or validation, to choose a recipe without a look at the test.")
     ] = "test",
     split: Annotated[str, Option(help="auto (by the file's name), etth, ettm or ratio.")] = "auto",
+    season: Season = "auto",
     settings: Settings = None,
     label: Annotated[str, Option(help="A word for the names of table and figure.")] = "",
     out: Annotated[
@@ -63,6 +71,7 @@ def evaluate(
     the test part. Every cell must hold a number; sentinels such as -9999 are data here.
     """
     from ..evaluation import forecasting as task
+    from ..forecasting.series import benchmark_season
     from ..mixers import MIXERS
     from .evaluation import show
 
@@ -71,7 +80,8 @@ def evaluate(
         file, out, lookback=lookback, horizons=numbers("horizons", horizons),
         models=list(MIXERS) if models == "all" else names(models),
         seeds=numbers("seeds", seeds, least=0), part=part, split=split,
-        model_fields=model_fields, fit_fields=fit_fields, label=label, say=typer.echo,
+        season=_season(season, lambda: benchmark_season(file)), model_fields=model_fields,
+        fit_fields=fit_fields, label=label, say=typer.echo,
     ))  # fmt: skip
 
 
@@ -87,6 +97,7 @@ def fit(
     streaming: Annotated[
         bool, Option("--streaming", help="Train for streams of rows, with a running normaliser.")
     ] = False,
+    season: Season = "auto",
     layout: Layout = "auto",
     columns: Columns = None,
     date_column: DateColumn = None,
@@ -102,6 +113,7 @@ def fit(
     from ..evaluation.forecasting import build
     from ..evaluation.runner import progress
     from ..forecasting import FitOptions, ForecastConfig, fit_file
+    from ..forecasting.forecaster import enough_rows
 
     if out.exists():
         raise ValueError(f"--out must not be there yet; {out} is")
@@ -121,8 +133,11 @@ def fit(
     options = build(FitOptions, {"seed": seed, **fit_fields})
     for note in read.notes:
         typer.echo(note)
+    cycle = _season(season, lambda: enough_rows(read, read.step.usual_season(), config))
+    if cycle is not None:
+        typer.echo(f"season: the usual course of {cycle} rows is learned first (--season)")
     with progress(f"fit to {file.name}", options.steps) as advance:
-        forecaster = fit_file(read, config, options, typer.echo, advance)
+        forecaster = fit_file(read, config, options, typer.echo, advance, cycle)
     forecaster.save(out)
     best = forecaster.about["best"]
     typer.echo(f"validation, scaled: MSE {best['mse']:.4f}, MAE {best['mae']:.4f}")
@@ -203,6 +218,14 @@ def _read(
     )  # fmt: skip
 
 
+def _season(text: str, usual: Callable[[], int | None]) -> int | None:
+    if text in ("auto", "none"):
+        return usual() if text == "auto" else None
+    if not text.isdigit() or int(text) < 2:
+        raise ValueError(f"--season must be a number of rows from 2, auto or none; got {text!r}")
+    return int(text)
+
+
 def _levels(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
@@ -213,18 +236,23 @@ def _levels(text: str) -> tuple[float, ...]:
 
 
 def split_settings(settings: list[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the model and those of its training, from texts such as "dim=32"."""
+    """The fields of the model and those of its training, from texts such as "dim=32".
+
+    Values are TOML, as in a recipe: `mixer_config={shape = "model"}` or `mixer_config.shape=model`.
+    "none" is None.
+    """
     from dataclasses import fields
 
     from .. import checks
     from ..forecasting import FitOptions, ForecastConfig
+    from ..training.recipe import parsed_setting
 
     known = {kind: [field.name for field in fields(kind)] for kind in (ForecastConfig, FitOptions)}
     found: dict[Any, dict[str, Any]] = {ForecastConfig: {}, FitOptions: {}}
     for text in settings or ():
-        name, equals, value = text.partition("=")
-        if not equals:
+        if "=" not in text:
             raise ValueError(f"--set must be FIELD=VALUE, such as dim=32; got {text!r}")
+        ((name, value),) = parsed_setting(text).items()
         kind = next((kind for kind, fields_ in known.items() if name in fields_), None)
         if kind is None:
             every = [field for fields_ in known.values() for field in fields_]
@@ -232,8 +260,7 @@ def split_settings(settings: list[str] | None) -> tuple[dict[str, Any], dict[str
                 f"--set must name one of {', '.join(every)}; got {name!r}"
                 f"{checks.did_you_mean(name, every)}"
             )
-        try:
-            found[kind][name] = json.loads(value)
-        except ValueError:
-            found[kind][name] = value
+        if isinstance(value, dict):
+            value = {**found[kind].get(name, {}), **value}
+        found[kind][name] = None if value == "none" else value
     return found[ForecastConfig], found[FitOptions]

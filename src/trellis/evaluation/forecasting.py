@@ -6,6 +6,7 @@ A forecaster is a name:
 
     trellis, transformer, mamba2, ...  our forecaster with that mixer, at equal parameters
     repeat-last, nlinear               the two of trellis.forecasting.baselines
+    nlinear-season                     NLinear on rows without their usual day, as ours reads them
     patchtst, nhits                    those of neuralforecast, trained on the same windows
 """
 
@@ -34,6 +35,7 @@ from ..mixers import MIXERS
 from .runner import Job, Record, Records, Report, Table, slug
 
 BASELINES = ("repeat-last", "nlinear")
+SEASONAL = "nlinear-season"
 #: name -> (class in neuralforecast, how that class is trained by default)
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "patchtst": ("PatchTST", {"learning_rate": 1e-4, "steps": 5000}),
@@ -73,6 +75,7 @@ def run(
     seeds: Sequence[int] = (0,),
     part: str = "test",
     split: str = "auto",
+    season: int | None = None,
     model_fields: dict[str, Any] | None = None,
     fit_fields: dict[str, Any] | None = None,
     label: str = "",
@@ -81,6 +84,9 @@ def run(
     """Trains and tests what is missing, and reports all of it.
 
     part: "test", or "validation" for choosing a recipe: the test part is then not looked at.
+    season: the rows of a cycle, such as a day, whose usual course over the training part our
+        forecasters do not see and need not learn; None: they see the rows as they are. The
+        baselines and the peers see them so always, but for nlinear-season.
     model_fields, fit_fields: fields of ForecastConfig and FitOptions that differ from the recipe.
     label: goes into the name of the table and its figure.
     """
@@ -96,17 +102,19 @@ def run(
                 name="neuralforecast",
             )
     channels, values = read_benchmark(path)
-    benchmark = Benchmark(values, split_of(path, split))
-    data = {"sha256": sha256_of(path), "split": benchmark.split, "part": part}
+    plain = Benchmark(values, split_of(path, split))
+    cyclic = plain if season is None else Benchmark(values, plain.split, season)
+    data = {"sha256": sha256_of(path), "split": plain.split, "part": part}
     records = Records(out, "forecast")
-    chosen, seeds = list(dict.fromkeys([*BASELINES, *models])), list(dict.fromkeys(seeds))
+    base = BASELINES if season is None else (*BASELINES, SEASONAL)
+    chosen, seeds = list(dict.fromkeys([*base, *models])), list(dict.fromkeys(seeds))
     tests = [
         _Test(
-            benchmark, name, lookback, horizon, seed, part, model_fields or {}, fit_fields or {},
-            channels, say,
+            plain if name in BASELINES or name in PEERS else cyclic, name, lookback, horizon, seed,
+            part, model_fields or {}, fit_fields or {}, channels, say,
         )
         for horizon in horizons for name in chosen
-        for seed in ([0] if name in BASELINES else seeds)
+        for seed in ([0] if name in base else seeds)
     ]  # fmt: skip
     found = [(test, records.measured(test.named, test.job(data, path.name))) for test in tests]
     title = f"{path.stem}, lookback {lookback}, {part}{f', {label}' if label else ''}"
@@ -142,7 +150,7 @@ class _Test:
         benchmark.windows(part, *self.sizes)
         self.config: ForecastConfig | None = None
         self.options: FitOptions | None = None
-        if name in BASELINES:
+        if name in (*BASELINES, SEASONAL):
             return
         usual = {**PEER_FIT, **PEERS[name][1]} if name in PEERS else FIT
         self.options = build(FitOptions, {**usual, **fit_fields, "seed": seed})
@@ -166,6 +174,8 @@ class _Test:
         setting: dict[str, Any] = {
             "data": data, "lookback": self.sizes[0], "horizon": self.horizon,
         }  # fmt: skip
+        if self.benchmark.season is not None:
+            setting["season"] = self.benchmark.season
         if self.options is not None:
             setting["fit"] = asdict(self.options)
         label = f"{Path(file).stem} {self.sizes[0]} to {self.horizon} seed {self.seed}"
@@ -178,7 +188,7 @@ class _Test:
         worked = time.process_time()
         result: dict[str, Any] = {"windows": len(target), "train_windows": len(train)}
         if self.options is None:
-            made = nlinear(train) if self.name == "nlinear" else repeat_last(self.horizon)
+            made = repeat_last(self.horizon) if self.name == "repeat-last" else nlinear(train)
             result["cpu_seconds"] = round(time.process_time() - worked, 2)
             return result | errors(made, target)._asdict()
         model = self.build()
@@ -216,6 +226,9 @@ class _Test:
         places = torch.linspace(0, len(target) - 1, DRAWN + 2).round().long()[1:-1]
         lookback, truth = target.take(places)
         out = model(lookback)[:, :, -1].sort(-1).values
+        # What the forecaster did not see of a usual day belongs to what a person sees.
+        past, ahead = self.benchmark.usual(target, places)
+        lookback, truth, out = lookback + past, truth + ahead, out + ahead[:, :, -1:]
         return [
             {
                 "window": int(place),

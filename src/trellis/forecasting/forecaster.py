@@ -32,6 +32,8 @@ FORMAT = "trellis-forecaster"
 FORMAT_VERSION = 1
 #: The share of the rows of each series, at its end, that early stopping looks at.
 VALIDATION = 0.2
+#: The name of the cycle among the tensors of a file.
+_CYCLE = "cycle"
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Forecaster:
     scalers: the mean and the deviation of every channel, by name. A series of a long file that was
     not there in training is scaled by its own rows.
     about: facts for the user, such as the validation error.
+    cycle: [W, C], the usual course of a day or another cycle of W rows; see Scaler. Rows have their
+    places in it by their dates.
     """
 
     def __init__(
@@ -61,10 +65,17 @@ class Forecaster:
         model: ForecastModel,
         scalers: dict[str, tuple[float, float]],
         about: dict[str, Any] | None = None,
+        cycle: np.ndarray | None = None,
     ):
         self.model = model.eval()
         self.scalers = scalers
         self.about = about or {}
+        if cycle is not None and (cycle.ndim != 2 or cycle.shape[1] != len(scalers)):
+            raise ValueError(
+                f"cycle must have shape [W, {len(scalers)}], a column for each channel; got "
+                f"{list(cycle.shape)}"
+            )
+        self.cycle = cycle
 
     @property
     def config(self) -> ForecastConfig:
@@ -74,10 +85,20 @@ class Forecaster:
     def names(self) -> list[str]:
         return list(self.scalers)
 
+    @property
+    def season(self) -> int | None:
+        """The rows of a cycle, or None."""
+        return None if self.cycle is None else len(self.cycle)
+
     def scaler(self, names: Sequence[str] | None = None) -> Scaler:
         """The scaler of these channels, by default of all."""
-        chosen = [self.scalers[name] for name in (self.names if names is None else names)]
-        return Scaler(np.array([mean for mean, _ in chosen]), np.array([s for _, s in chosen]))
+        every = self.names
+        chosen = [self.scalers[name] for name in (every if names is None else names)]
+        cycle = self.cycle
+        if cycle is not None and names is not None:
+            places = {name: n for n, name in enumerate(every)}
+            cycle = cycle[:, [places[name] for name in names]]
+        return Scaler(np.array([m for m, _ in chosen]), np.array([s for _, s in chosen]), cycle)
 
     @torch.no_grad()
     def predict(self, file: SeriesFile) -> list[Forecast]:
@@ -94,13 +115,19 @@ class Forecaster:
         least = config.patch if running else config.lookback
         need_rows(series, least, "since a forecast is made from so many", file.path)
         known = all(name in self.scalers for name in series.names)
-        scaler = self.scaler(series.names) if known else Scaler.of(series.values)
-        rows = series.values if running else series.values[-config.lookback :]
-        scaled = torch.from_numpy(scaler.apply(rows).astype(np.float32))[None]
-        out = self.model(scaled)[0].sort(-1).values.double().numpy()  # [H, C, Q]
-        values = scaler.undo(out.swapaxes(1, 2)).swapaxes(1, 2)
         # Counted from the first date, as the file was: months of 31 days stay so.
         read, first = len(series.dates), series.dates[0]
+        place = file.step.number(first)
+        scaler = (
+            self.scaler(series.names)
+            if known
+            else Scaler.of(series.values, _season_of(read, self.season), place)
+        )
+        rows = series.values if running else series.values[-config.lookback :]
+        scaled = scaler.apply(rows, place + read - len(rows))
+        out = self.model(torch.from_numpy(scaled.astype(np.float32))[None])[0]
+        out = out.sort(-1).values.double().numpy()  # [H, C, Q]
+        values = scaler.undo(out.swapaxes(1, 2), place + read).swapaxes(1, 2)
         dates = [file.step.after(first, read + n) for n in range(config.horizon)]
         return Forecast(series.names, dates, values, config.quantiles, config.point)
 
@@ -127,6 +154,8 @@ class Forecaster:
         """Writes the forecaster to a safetensors file, whole or not at all."""
         tensors = {n: t.detach().cpu().contiguous().clone() for n, t in
                    self.model.state_dict().items()}  # fmt: skip
+        if self.cycle is not None:
+            tensors[_CYCLE] = torch.from_numpy(self.cycle)
         content = {
             "config": json.dumps(asdict(self.config)),
             "scalers": json.dumps(self.scalers),
@@ -145,11 +174,30 @@ class Forecaster:
             raise FileNotFoundError(f"there is no forecaster at {path}")
         tensors, content = read_tensors(path, FORMAT, FORMAT_VERSION)
         model = ForecastModel(ForecastConfig(**json.loads(content["config"])))
+        cycle = tensors.pop(_CYCLE, None)
         model.load_state_dict(tensors)
         scalers = {
             name: (pair[0], pair[1]) for name, pair in json.loads(content["scalers"]).items()
         }
-        return cls(model, scalers, json.loads(content["about"]))
+        about = json.loads(content["about"])
+        return cls(model, scalers, about, None if cycle is None else cycle.numpy())
+
+
+def enough_rows(file: SeriesFile, season: int | None, config: ForecastConfig) -> int | None:
+    """The season, if the training rows of every series of a file have it at least twice."""
+    fewest = min(_train_rows(len(series.values), config) for series in file.series)
+    return _season_of(fewest, season)
+
+
+def _train_rows(rows: int, config: ForecastConfig) -> int:
+    """How many rows of a series are trained on; the others are for early stopping."""
+    held = max(config.horizon, int(VALIDATION * rows))
+    return rows - min(held, rows - config.lookback - config.horizon)
+
+
+def _season_of(rows: int, season: int | None) -> int | None:
+    """The season, where there are rows for two of them; else None."""
+    return season if season is not None and rows >= 2 * season else None
 
 
 def fit_file(
@@ -158,8 +206,12 @@ def fit_file(
     options: FitOptions,
     say: Callable[[str], None] = lambda text: None,
     advance: Callable[[int], None] = lambda steps: None,
+    season: int | None = None,
 ) -> Forecaster:
     """A forecaster for the series of a file; the last fifth of each is for early stopping.
+
+    season: the rows of a cycle, such as 24 for hours of a day, whose usual course is learned from
+    the training rows of each series and subtracted before all else; None: no such cycle.
 
     Raises ValueError, before training, if a series has too few rows.
     """
@@ -169,7 +221,7 @@ def fit_file(
             "by_channel and mix_channels are for wide files, whose channels have common dates"
         )
     least = length + horizon
-    values, train, validation, scalers = [], [], [], {}
+    values, train, validation, scalers, cycles = [], [], [], {}, []
     begin = 0
     for series in file.series:
         need_rows(
@@ -178,12 +230,17 @@ def fit_file(
             "horizon for validation", file.path,
         )  # fmt: skip
         rows = len(series.values)
-        held = max(horizon, int(VALIDATION * rows))
-        held = min(held, rows - length)
-        scaler = Scaler.of(series.values[: rows - held])
-        values.append(scaler.apply(series.values))
-        train.append((begin, begin + rows - held))
-        validation.append((begin + rows - held - config.lookback, begin + rows))
+        trained = _train_rows(rows, config)
+        place = file.step.number(series.dates[0])
+        try:
+            scaler = Scaler.of(series.values[:trained], season, place)
+        except ValueError as error:
+            raise ValueError(f"{file.path}: {', '.join(series.names[:3])}: {error}") from error
+        values.append(scaler.apply(series.values, place))
+        if scaler.cycle is not None:
+            cycles.append(scaler.cycle)
+        train.append((begin, begin + trained))
+        validation.append((begin + trained - config.lookback, begin + rows))
         for name, mean, scale in zip(series.names, scaler.mean, scaler.scale):
             scalers[name] = (float(mean), float(scale))
         begin += rows
@@ -195,7 +252,8 @@ def fit_file(
         model, Windows(scaled, train, *sizes), Windows(scaled, validation, *sizes), options, say,
         advance,
     )  # fmt: skip
-    return Forecaster(model, scalers, _about(file, found, options))
+    cycle = np.concatenate(cycles, axis=1) if cycles else None
+    return Forecaster(model, scalers, _about(file, found, options), cycle)
 
 
 def _about(file: SeriesFile, found: Fit, options: FitOptions) -> dict[str, Any]:

@@ -61,6 +61,29 @@ class Step:
         first = date.replace(year=date.year + years, month=month + 1, day=1)
         return first.replace(day=_days(first) if self.last_day else min(date.day, _days(first)))
 
+    def number(self, date: dt.datetime) -> int:
+        """How many steps lie between a fixed date and this one, rounded down.
+
+        Its remainder by the rows of a day, a week or a year is a row's place in that cycle.
+        """
+        if self.months:
+            return (date.year * 12 + date.month - 1) // self.months
+        seconds = (date - dt.datetime(2001, 1, 1)).total_seconds()  # a Monday
+        return math.floor(seconds / self.seconds + 1e-6)
+
+    def usual_season(self) -> int | None:
+        """The rows of a day, if a day has several; else of a week or a year; None: none of these.
+
+        24 for hours, 7 for days, 12 for months.
+        """
+        if self.months:
+            return 12 // self.months if self.months < 12 and 12 % self.months == 0 else None
+        for seconds in (86400.0, 7 * 86400.0):
+            rows = seconds / self.seconds
+            if rows > 1.5:
+                return round(rows) if abs(rows - round(rows)) < 1e-6 else None
+        return None
+
     def __str__(self) -> str:
         if self.months:
             return f"{self.months} month{'s' if self.months > 1 else ''}"
@@ -158,6 +181,21 @@ def read_benchmark(path: str | Path) -> tuple[list[str], np.ndarray]:
             "needs a number in every cell"
         )
     return names[1:], values
+
+
+def benchmark_season(path: str | Path) -> int | None:
+    """The rows of a day, or of the usual cycle otherwise, by the first dates of a benchmark's file.
+
+    None where the first column has no dates that can be read, or their step fits no cycle.
+    """
+    path = Path(path)
+    names, rows = _table(path)
+    reader = _Reader(path, None, "refuse", (), True)
+    try:
+        dates = [reader.date(cells[0], names[0], number) for number, cells in rows[:1000]]
+    except ValueError:
+        return None
+    return _step_of(dates).usual_season() if len(dates) > 1 else None
 
 
 def need_rows(series: Series, least: int, why: str, path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import checks
 from ..files import write_whole
 from ..mixers.base import map_tensors, named_tensors, rebuild
 from ..models.cache import pack_tensors, read_tensors
@@ -31,9 +32,14 @@ _PARTS = ("rows", "sums", "hidden")
 class StreamingForecaster:
     """The state of one stream of all channels of a forecaster."""
 
-    def __init__(self, forecaster: Forecaster):
-        """Raises ValueError if the forecaster was trained with another normaliser."""
-        self.forecaster = forecaster
+    def __init__(self, forecaster: Forecaster, place: int = 0):
+        """place: that of the first row in its cycle, for a forecaster with a season, such as 6 for
+        a stream of hours that begins at 6 o'clock.
+
+        Raises ValueError if the forecaster was trained with another normaliser.
+        """
+        checks.at_least("place", place, 0)
+        self.forecaster, self.place = forecaster, place
         self.state = forecaster.model.init_state(len(forecaster.names))
         self._scaler = forecaster.scaler()
 
@@ -71,8 +77,8 @@ class StreamingForecaster:
                 f"rows must be finite numbers; row {row}, column {names[column]!r} is "
                 f"{values[row, column]}: repeat the last number, or leave the row out"
             )
-        scaled = torch.from_numpy(self._scaler.apply(values).astype(np.float32))
-        self.state = self.forecaster.model.observe(scaled.T, self.state)
+        scaled = self._scaler.apply(values, self.place + self.seen).astype(np.float32)
+        self.state = self.forecaster.model.observe(torch.from_numpy(scaled).T, self.state)
 
     @torch.no_grad()
     def forecast(self) -> np.ndarray:
@@ -83,11 +89,12 @@ class StreamingForecaster:
         if not self.seen:
             raise ValueError("a forecast needs at least one row; call observe first")
         out = self.forecaster.model.forecast(self.state).sort(-1).values  # [C, H, outputs]
-        return self._scaler.undo(out.permute(1, 2, 0).double().numpy()).swapaxes(1, 2)
+        rows = out.permute(1, 2, 0).double().numpy()
+        return self._scaler.undo(rows, self.place + self.seen).swapaxes(1, 2)
 
     def fork(self) -> StreamingForecaster:
         """An independent stream that has observed the same rows."""
-        other = StreamingForecaster(self.forecaster)
+        other = StreamingForecaster(self.forecaster, self.place)
         state = self.state
         parts = {name: getattr(state, name).clone() for name in _PARTS}
         layers = tuple(map_tensors(torch.Tensor.clone, layer) for layer in state.layers)
@@ -101,7 +108,9 @@ class StreamingForecaster:
         other.
         """
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._tensors()}
-        content = {"fingerprint": self._fingerprint(), "seen": str(self.seen)}
+        content = {
+            "fingerprint": self._fingerprint(), "seen": str(self.seen), "place": str(self.place),
+        }  # fmt: skip
         write_whole(Path(path), pack_tensors(FORMAT, FORMAT_VERSION, tensors, content))
 
     @classmethod
@@ -114,8 +123,8 @@ class StreamingForecaster:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no stream at {path}")
-        stream = cls(forecaster)
         tensors, content = read_tensors(path, FORMAT, FORMAT_VERSION)
+        stream = cls(forecaster, int(content.get("place", 0)))
         if content.get("fingerprint") != stream._fingerprint():
             raise ValueError(
                 f"{path} belongs to a forecaster with another configuration, scale or other weights"
@@ -136,5 +145,8 @@ class StreamingForecaster:
         return found
 
     def _fingerprint(self) -> str:
-        both = [self.forecaster.model.fingerprint(), self.forecaster.scalers]
-        return hashlib.sha256(json.dumps(both).encode()).hexdigest()
+        cycle = self.forecaster.cycle
+        parts = [self.forecaster.model.fingerprint(), self.forecaster.scalers]
+        if cycle is not None:
+            parts.append(cycle.tolist())
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

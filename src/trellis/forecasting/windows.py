@@ -30,28 +30,57 @@ _ETTH = (8640, 2880, 2880)
 
 
 class Scaler(NamedTuple):
-    """The mean and the population standard deviation of every channel.
+    """The mean and the population standard deviation of every channel, and how a cycle runs.
 
     A channel that is constant has the scale 1, so that it becomes zeros instead of NaN.
+    cycle: [W, C], how far the mean of the first, second, ... row of all cycles, such as the hours
+    of a day, is from the mean of all rows. It is subtracted from the rows before they are scaled,
+    and added to their forecasts, so a forecaster learns what differs from the usual day.
     """
 
     mean: np.ndarray
     scale: np.ndarray
+    cycle: np.ndarray | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Scaler:
-        """The scaler of rows [N, C]; cells that are NaN do not count."""
+    def of(cls, values: np.ndarray, season: int | None = None, first: int = 0) -> Scaler:
+        """The scaler of rows [N, C]; cells that are NaN do not count.
+
+        season: the rows of a cycle; None: rows have none. first: the place of the first row in its
+        cycle, or any number that has this remainder.
+        """
         mean, scale = np.nanmean(values, 0), np.nanstd(values, 0)
         # The deviation of equal numbers is not zero after rounding, but tiny beside them.
         constant = scale <= 1e-9 * np.maximum(np.abs(mean), 1e-300)
-        return cls(mean, np.where(constant, 1.0, scale))
+        cycle = None if season is None else cls._cycle_of(values - mean, season, first)
+        return cls(mean, np.where(constant, 1.0, scale), cycle)
 
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        return (values - self.mean) / self.scale
+    @staticmethod
+    def _cycle_of(values: np.ndarray, season: int, first: int) -> np.ndarray:
+        checks.at_least("season", season, 2)
+        if len(values) < 2 * season:
+            raise ValueError(
+                f"a season of {season} rows needs at least two of them; there are {len(values)} "
+                "rows to learn it from"
+            )
+        place = (first + np.arange(len(values))) % season
+        cycle = np.stack([np.nanmean(values[place == n], 0) for n in range(season)])
+        return cycle - cycle.mean(0)
 
-    def undo(self, values: np.ndarray) -> np.ndarray:
-        """From scaled values [..., C] back to the file's units."""
-        return values * self.scale + self.mean
+    def apply(self, values: np.ndarray, first: int = 0) -> np.ndarray:
+        """Rows [N, C] in the file's units, scaled. first: the place of the first in its cycle."""
+        return (values - self.mean - self._usual(values, first)) / self.scale
+
+    def undo(self, values: np.ndarray, first: int = 0) -> np.ndarray:
+        """From scaled rows [N, ..., C] back to the file's units."""
+        return values * self.scale + self.mean + self._usual(values, first)
+
+    def _usual(self, values: np.ndarray, first: int) -> np.ndarray | float:
+        """What the cycle has at the rows [N, ..., C]."""
+        if self.cycle is None:
+            return 0.0
+        found = self.cycle[(first + np.arange(len(values))) % len(self.cycle)]
+        return found.reshape(len(values), *(1,) * (values.ndim - 2), -1)
 
 
 def split_of(file: str | Path, split: str = "auto") -> str:
@@ -121,11 +150,15 @@ class Windows:
 class Benchmark:
     """A file by the protocol: rows scaled by the training part, and windows of every part."""
 
-    def __init__(self, values: np.ndarray, split: str):
-        """values: rows [N, C] in the file's units. split: "etth", "ettm" or "ratio"."""
-        self.split = split
+    def __init__(self, values: np.ndarray, split: str, season: int | None = None):
+        """values: rows [N, C] in the file's units. split: "etth", "ettm" or "ratio".
+
+        season: the rows of a cycle, whose usual course over the training part is subtracted. It is
+        the same in forecast and truth, so errors are those of the scaled rows as without it.
+        """
+        self.split, self.season = split, season
         self.ends = bounds_of(len(values), split)
-        self.scaler = Scaler.of(values[: self.ends[0]])
+        self.scaler = Scaler.of(values[: self.ends[0]], season)
         scaled = self.scaler.apply(values[: self.ends[2]])
         self.values = torch.from_numpy(scaled.astype(np.float32))
 
@@ -142,6 +175,17 @@ class Benchmark:
                 f"{self.ends[number] - begin} rows"
             )
         return windows
+
+    def usual(self, windows: Windows, index: Tensor) -> tuple[Tensor, Tensor]:
+        """What was subtracted from the lookbacks [B, L, C] and the targets [B, H, C] of windows."""
+        scaler = self.scaler
+        rows = windows.starts[index, None] + torch.arange(windows.lookback + windows.horizon)
+        if scaler.cycle is None:
+            both = torch.zeros(*rows.shape, windows.channels)
+        else:
+            cycle = torch.from_numpy((scaler.cycle / scaler.scale).astype(np.float32))
+            both = cycle[rows % len(cycle)]
+        return both[:, : windows.lookback], both[:, windows.lookback :]
 
 
 class Errors(NamedTuple):
