@@ -43,7 +43,7 @@ CONVOLVED = ("q", "k", "v", "alpha")
 LMS_EPSILON = 1e-6
 
 
-SHAPES: Shapes = {"wide": (0.5, 4.0, 32), "model": None}
+SHAPES: Shapes = {"wide": (1.0, 2.0, 64), "model": None}
 
 #: The default of a field that `form` sets.
 FROM_FORM: Any = None
@@ -75,10 +75,10 @@ class TrellisMixerConfig:
         start at zero. Both take mode="exact", the row "b = 1" of the paper's ablation; its default
         is stale gradients with a mini-batch that it does not give.
     shape: sets those of the next four fields that are None.
-        "wide": narrow keys and wide values. The keys of all heads together are half as wide as the
-        model, values are four times as wide as keys, and there are twice as many slots as a key has
-        channels. The number of heads is the smallest one, 1 or even, that makes keys of at most 32:
-        2 heads with 32 keys, 64 slots and 128 values at width 128, 12 such heads at 768.
+        "wide": values that are twice as wide as keys. The keys of all heads together are as wide as
+        the model, and there are as many slots as a key has channels. The number of heads is the
+        smallest one, 1 or even, that makes keys of at most 64: 2 heads with 64 keys, 64 slots and
+        128 values at width 128, 12 such heads at 768.
         "model": the model's `num_attention_heads`; keys, values and slots of width / heads.
     heads: number of heads.
     head_dim: size of a head's queries and keys.
@@ -279,7 +279,7 @@ class TrellisMixer(Mixer):
         super().__init__()
         self.config = config
         self.heads, self.key_dim, self.value_dim = head_sizes(dim, heads, config, SHAPES)
-        self.slots = config.slots or self.key_dim * (2 if config.shape == "wide" else 1)
+        self.slots = config.slots or self.key_dim
         keys, values = self.heads * self.key_dim, self.heads * self.value_dim
         codes = self.heads * self.slots
         self.normalized = config.normalize or ()
