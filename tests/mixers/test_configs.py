@@ -9,7 +9,7 @@ from trellis.mixers.base import named_tensors
 #: mixer -> (heads, size of a head's keys, of its values, numbers of the memory) at width 768 with
 #: 12 heads.
 SIZES = {
-    "trellis": (12, 32, 128, 12 * 64 * (32 + 128)),
+    "trellis": (12, 64, 128, 12 * 64 * (64 + 128)),
     "transformer": (12, 64, 64, 0),
     "delta_net": (4, 144, 288, 4 * 144 * 288),
     "gated_delta_net": (4, 144, 288, 4 * 144 * 288),

@@ -191,13 +191,11 @@ def test_defaults_follow_the_width():
         return mixer.heads, mixer.key_dim, mixer.value_dim, mixer.slots
 
     assert sizes(96, 3, shape="model") == sizes(96, 3, form="paper") == (3, 32, 32, 32)
-    assert sizes(96, 3) == (2, 24, 96, 48)
-    assert sizes(64, 8) == (1, 32, 128, 64)
-    assert sizes(130, 2) == (5, 13, 52, 26)
-    assert sizes(96, 3, heads=4, slots=10) == (4, 12, 48, 10)
-    assert sizes(96, 3, heads=4, head_dim=7, expand_v=3) == (4, 7, 21, 14)
-    with pytest.raises(ValueError, match=r"needs a width of which 0.5 is whole; got 9"):
-        build_mixer("trellis", 9, 1)
+    assert sizes(96, 3) == (2, 48, 96, 48)
+    assert sizes(64, 8) == (1, 64, 128, 64)
+    assert sizes(130, 2) == (10, 13, 26, 13)
+    assert sizes(96, 3, heads=4, slots=10) == (4, 24, 48, 10)
+    assert sizes(96, 3, heads=4, head_dim=7, expand_v=3) == (4, 7, 21, 7)
 
 
 @pytest.mark.parametrize(
