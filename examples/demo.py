@@ -34,7 +34,7 @@ VOCABULARY = 2048
 #: Numbers of tokens read after which memory and time are measured.
 MARKS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 #: Attention reads for so long; its time per token grows.
-ATTENTION_SECONDS = 30
+ATTENTION_SECONDS = 10
 DECODED = 100  # tokens per measurement
 #: The sample goes on in the middle of a sentence: a small model that begins anew often begins with
 #: empty lines. A low temperature keeps it to words that it knows.

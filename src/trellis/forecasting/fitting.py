@@ -19,6 +19,8 @@ from .model import ForecastModel, Level, window_level
 from .windows import Errors, Windows, errors
 
 LOSSES = ("mse", "mae", "huber")
+#: The weight of the squared difference of a channel's linear map from the one that all share.
+APART = 0.1
 #: With the running normaliser, forecasts of one segment that the loss of a step counts.
 PLACES = 8
 
@@ -180,11 +182,17 @@ def fit(
 
 
 @torch.no_grad()
-def solve_linear(model: ForecastModel, train: Windows, ridge: float = RIDGE) -> None:
+def solve_linear(
+    model: ForecastModel, train: Windows, ridge: float = RIDGE, apart: float = APART
+) -> None:
     """Sets the linear map of the lookback to the least-squares solution over the training part.
 
     The forecast is center + scale * (W z + b) with z = (x - center) / scale, so W and b are the
     weights of x - center and of the scale in a regression of y - center.
+
+    ridge: the weight of the squared weights, for every number that is regressed on. apart: where
+        every channel has a map of its own, that of the squared difference from the map that all
+        channels would share.
     """
     assert model.linear is not None
     kinds, horizon, lookback = model.linear.weight.shape
@@ -198,8 +206,12 @@ def solve_linear(model: ForecastModel, train: Windows, ridge: float = RIDGE) -> 
         gram += x.transpose(1, 2) @ x
         moment += x.transpose(1, 2) @ y
         rows += x.shape[1]
-    penalty = torch.full((lookback + 1,), ridge * rows, dtype=torch.float64)
-    solved = torch.linalg.solve(gram + penalty.diag(), moment)
+    one = torch.eye(lookback + 1, dtype=torch.float64)
+    shared = torch.linalg.solve(gram.sum(0) + ridge * rows * kinds * one, moment.sum(0))
+    solved = shared[None]
+    if kinds > 1:
+        left = moment - gram @ shared
+        solved = shared + torch.linalg.solve(gram + apart * rows * one, left)
     model.linear.weight.copy_(solved[:, :-1].transpose(1, 2))
     model.linear.bias.copy_(solved[:, -1])
 
