@@ -47,10 +47,9 @@ PEER_FIT = {"loss": "mae", "weight_decay": 0.0, "check_every": 100, "validation_
 #: docs/lab-notebook.md has what was tried.
 MODEL = {
     "patch": 16, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.3, "by_channel": True,
-    "quantiles": (0.1, 0.25, 0.5, 0.75, 0.9),
 }  # fmt: skip
 FIT = {
-    "steps": 200, "learning_rate": 3e-4, "check_every": 25, "patience": 5,
+    "loss": "mse", "steps": 200, "learning_rate": 3e-4, "check_every": 25, "patience": 5,
     "validation_windows": 600,
 }  # fmt: skip
 #: Test windows that are drawn, spread evenly.

@@ -20,7 +20,7 @@ from .windows import Errors, Windows, errors
 
 LOSSES = ("mse", "mae", "huber")
 #: The weight of the squared difference of a channel's linear map from the one that all share.
-APART = 0.1
+APART = 1.0
 #: With the running normaliser, forecasts of one segment that the loss of a step counts.
 PLACES = 8
 
