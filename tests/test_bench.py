@@ -97,7 +97,7 @@ def test_the_cache_stays_flat_over_a_stream(tmp_path):
     lines = []
     model.run_stream(300, 3, tmp_path / "stream.png", lines.append)
     assert [line.split(" | ")[0] for line in lines[2:5]] == ["| 100", "| 200", "| 300"]
-    assert "cache sizes seen: [83456]" in lines[5]
+    assert "cache sizes seen: [101376]" in lines[5]
     assert (tmp_path / "stream.png").stat().st_size > 10_000
 
 

@@ -102,7 +102,10 @@ def test_included_recipes_are_overridden_by_the_file_and_by_settings(tmp_path):
         ({"data": {"path": ""}}, "data.path must name a folder"),
         ({"model": {"mixer": "treliss"}}, "did you mean 'trellis'"),
         ({"model": {"mixer_config": {"slts": 8}}}, "no field 'slts'; did you mean 'slots'"),
-        ({"model": {"hidden_size": 33}}, "needs a width of which 0.5 is whole; got 33"),
+        (
+            {"model": {"hidden_size": 33, "mixer": "gated_delta_net"}},
+            "needs a width of which 0.75 is whole; got 33",
+        ),
         ({"model": {"preset": "2b"}}, "model.preset must be one of 125m"),
         ({"model": {"num_hidden_layers": None}}, "num_hidden_layers must be given"),
     ],
