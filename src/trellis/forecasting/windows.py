@@ -69,14 +69,14 @@ class Scaler(NamedTuple):
 
     def apply(self, values: np.ndarray, first: int = 0) -> np.ndarray:
         """Rows [N, C] in the file's units, scaled. first: the place of the first in its cycle."""
-        return (values - self.mean - self._usual(values, first)) / self.scale
+        return (values - self.mean - self.usual(values, first)) / self.scale
 
     def undo(self, values: np.ndarray, first: int = 0) -> np.ndarray:
         """From scaled rows [N, ..., C] back to the file's units."""
-        return values * self.scale + self.mean + self._usual(values, first)
+        return values * self.scale + self.mean + self.usual(values, first)
 
-    def _usual(self, values: np.ndarray, first: int) -> np.ndarray | float:
-        """What the cycle has at the rows [N, ..., C]."""
+    def usual(self, values: np.ndarray, first: int = 0) -> np.ndarray | float:
+        """What the cycle has at the rows [N, ..., C] of `values`, in the file's units."""
         if self.cycle is None:
             return 0.0
         found = self.cycle[(first + np.arange(len(values))) % len(self.cycle)]
@@ -178,14 +178,10 @@ class Benchmark:
 
     def usual(self, windows: Windows, index: Tensor) -> tuple[Tensor, Tensor]:
         """What was subtracted from the lookbacks [B, L, C] and the targets [B, H, C] of windows."""
-        scaler = self.scaler
-        rows = windows.starts[index, None] + torch.arange(windows.lookback + windows.horizon)
-        if scaler.cycle is None:
-            both = torch.zeros(*rows.shape, windows.channels)
-        else:
-            cycle = torch.from_numpy((scaler.cycle / scaler.scale).astype(np.float32))
-            both = cycle[rows % len(cycle)]
-        return both[:, : windows.lookback], both[:, windows.lookback :]
+        rows = self.values.numpy()
+        usual = np.broadcast_to(self.scaler.usual(rows) / self.scaler.scale, rows.shape)
+        same = torch.from_numpy(usual.astype(np.float32))
+        return Windows(same, windows.spans, windows.lookback, windows.horizon).take(index)
 
 
 class Errors(NamedTuple):
