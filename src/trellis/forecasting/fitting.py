@@ -19,8 +19,9 @@ from .model import ForecastModel, Level, window_level
 from .windows import Errors, Windows, errors
 
 LOSSES = ("mse", "mae", "huber")
-#: The weight of the squared difference of a channel's linear map from the one that all share.
-APART = 1.0
+#: Weights of the squared difference of a channel's linear map from the one that all share, of which
+#: the one that does best on validation is taken; at infinity the maps are equal.
+APART = (0.1, 1.0, 10.0, 100.0, math.inf)
 #: With the running normaliser, forecasts of one segment that the loss of a step counts.
 PLACES = 8
 
@@ -40,6 +41,8 @@ class FitOptions:
     clip: the largest norm of the gradient.
     solve: whether the model's linear map of the lookback starts as the least-squares solution over
         the training part, which has a closed form; the blocks then learn what it leaves.
+    linear_rate: the learning rate of a map that was solved, as a multiple of `learning_rate`; 0
+        leaves it as it is.
     seed: of the weights, the windows and the dropout.
     """
 
@@ -55,6 +58,7 @@ class FitOptions:
     context: int = 512
     clip: float = 1.0
     solve: bool = True
+    linear_rate: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +68,7 @@ class FitOptions:
         checks.at_least("validation_windows", self.validation_windows, 1, optional=True)
         checks.positive("learning_rate", self.learning_rate)
         checks.at_least("weight_decay", self.weight_decay, 0, whole=False)
+        checks.at_least("linear_rate", self.linear_rate, 0, whole=False)
         checks.positive("clip", self.clip)
         checks.share("warmup", self.warmup)
         checks.flag("solve", self.solve)
@@ -74,7 +79,7 @@ class Look(NamedTuple):
     """One look at the validation part."""
 
     step: int
-    loss: float  # of the training steps since the look before
+    loss: float | None  # of the training steps since the look before; None before the first
     mse: float
     mae: float
 
@@ -121,25 +126,24 @@ def fit(
         )
     draws = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed)  # of the dropout
+    model.eval()
+    solved: set[str] = set()
     if options.solve and isinstance(model, ForecastModel) and model.linear is not None:
-        solve_linear(model, train)
+        solve_linear(model, train, lambda: validate(model, validation, options).mse)
+        solved = {f"linear.{name}" for name, _ in model.linear.named_parameters()}
     measure = loss_of(model, options.loss)
-    decayed = decayed_names(model)
-    named = dict(model.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named.items() if name in decayed]},
-        {"params": [p for n, p in named.items() if n not in decayed], "weight_decay": 0.0},
-    ]
     optimizer = torch.optim.AdamW(
-        groups, lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95)
-    )
-    best: Look | None = None
-    kept: dict[str, Tensor] = {}
-    looks: list[Look] = []
+        _parameter_groups(model, solved, options),
+        lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95),
+    )  # fmt: skip
+    found = validate(model, validation, options)
+    best = Look(0, None, found.mse, found.mae)
+    kept = copy.deepcopy(model.state_dict())
+    looks = [best]
     total, since = 0.0, 0
     for step in range(1, options.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = rate_of(step - 1, options)
+            group["lr"] = rate_of(step - 1, options) * group["share"]
         model.train()
         if running:
             assert isinstance(model, ForecastModel)
@@ -171,28 +175,48 @@ def fit(
             f"step {step}/{options.steps}  loss {look.loss:.4f}  validation MSE {look.mse:.4f}  "
             f"MAE {look.mae:.4f}  {time.monotonic() - start:.0f} s"
         )
-        if best is None or look.mse < best.mse:
+        if not look.mse >= best.mse:
             best, kept = look, copy.deepcopy(model.state_dict())
         elif sum(later.step > best.step for later in looks) >= options.patience:
             break
-    assert best is not None
     model.load_state_dict(kept)
     model.eval()
     return Fit(best, looks, time.monotonic() - start, time.process_time() - worked)
 
 
+def _parameter_groups(
+    model: nn.Module, solved: set[str], options: FitOptions
+) -> list[dict[str, Any]]:
+    """Groups of AdamW: what decays, what does not, and what was solved. share: of the rate."""
+    decayed = decayed_names(model)
+    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "kept": [], "solved": []}
+    for name, parameter in model.named_parameters():
+        kind = "solved" if name in solved else "decayed" if name in decayed else "kept"
+        groups[kind].append(parameter)
+    return [
+        {"params": groups["decayed"], "share": 1.0},
+        {"params": groups["kept"], "share": 1.0, "weight_decay": 0.0},
+        {"params": groups["solved"], "share": options.linear_rate, "weight_decay": 0.0},
+    ]
+
+
 @torch.no_grad()
 def solve_linear(
-    model: ForecastModel, train: Windows, ridge: float = RIDGE, apart: float = APART
-) -> None:
+    model: ForecastModel,
+    train: Windows,
+    error: Callable[[], float] | None = None,
+    ridge: float = RIDGE,
+) -> float:
     """Sets the linear map of the lookback to the least-squares solution over the training part.
 
     The forecast is center + scale * (W z + b) with z = (x - center) / scale, so W and b are the
     weights of x - center and of the scale in a regression of y - center.
 
-    ridge: the weight of the squared weights, for every number that is regressed on. apart: where
-        every channel has a map of its own, that of the squared difference from the map that all
-        channels would share.
+    Where every channel has a map of its own, its squared difference from the map that all channels
+    would share has a weight, one of APART. error: the error on validation of the model as it is, by
+    which that weight is chosen; without it all channels have the shared map. Returns the weight.
+
+    ridge: the weight of the squared weights, for every number that is regressed on.
     """
     assert model.linear is not None
     kinds, horizon, lookback = model.linear.weight.shape
@@ -208,12 +232,24 @@ def solve_linear(
         rows += x.shape[1]
     one = torch.eye(lookback + 1, dtype=torch.float64)
     shared = torch.linalg.solve(gram.sum(0) + ridge * rows * kinds * one, moment.sum(0))
-    solved = shared[None]
-    if kinds > 1:
-        left = moment - gram @ shared
-        solved = shared + torch.linalg.solve(gram + apart * rows * one, left)
-    model.linear.weight.copy_(solved[:, :-1].transpose(1, 2))
-    model.linear.bias.copy_(solved[:, -1])
+    left = moment - gram @ shared
+
+    def put(apart: float) -> None:
+        assert model.linear is not None
+        own = 0.0 if math.isinf(apart) else torch.linalg.solve(gram + apart * rows * one, left)
+        solved = (shared + own).expand(kinds, -1, -1)
+        model.linear.weight.copy_(solved[:, :-1].transpose(1, 2))
+        model.linear.bias.copy_(solved[:, -1])
+
+    best = math.inf
+    if kinds > 1 and error is not None:
+        found = {}
+        for apart in APART:
+            put(apart)
+            found[apart] = error()
+        best = min(found, key=lambda apart: found[apart])
+    put(best)
+    return best
 
 
 def _regressed(model: ForecastModel, train: Windows) -> Iterator[tuple[Tensor, Level, Tensor]]:
