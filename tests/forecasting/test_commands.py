@@ -19,9 +19,10 @@ from trellis.forecasting import (
     ForecastModel,
     StreamingForecaster,
     fit,
+    fitting,
 )
-from trellis.forecasting.fitting import pinball, solve_linear, validate
-from trellis.forecasting.windows import Windows
+from trellis.forecasting.fitting import APART, pinball, solve_linear, validate
+from trellis.forecasting.windows import Errors, Windows
 
 SMALL = ["--set", "dim=16", "--set", "layers=1", "--set", "heads=2", "--set", "patch=4"]
 QUICK = ["--set", "steps=6", "--set", "check_every=3", "--set", "batch=16"]
@@ -78,7 +79,8 @@ def test_training_learns(normalizer, quantiles):
     found = fit(model, train, validation, options)
     assert found.best.mse < start.mse / 2
     assert validate(model, validation, options).mse == pytest.approx(found.best.mse)
-    assert [look.step for look in found.looks] == [20, 40, 60]
+    assert [look.step for look in found.looks] == [0, 20, 40, 60]
+    assert found.looks[0][2:] == start
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,42 @@ def test_the_linear_map_starts_at_its_least_squares_solution(given):
         loss = (model(past)[..., 0] - target).square().mean()
         (gradient,) = torch.autograd.grad(loss, [model.linear.weight])
         assert gradient.abs().max() < 1e-3
+
+
+def test_the_distance_of_the_channels_maps_is_chosen_on_validation():
+    config = ForecastConfig(
+        horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, by_channel=True, channels=2
+    )
+    model = ForecastModel(config).eval()
+    train, validation = windows()
+    errors = []
+
+    def error():
+        errors.append(validate(model, validation, FitOptions()).mse)
+        return errors[-1]
+
+    chosen = solve_linear(model, train, error)
+    assert len(set(errors)) == len(errors) == len(APART)
+    assert chosen == APART[errors.index(min(errors))]
+    assert validate(model, validation, FitOptions()).mse == pytest.approx(min(errors))
+    solve_linear(model, train)  # without a look at validation all channels share a map
+    assert torch.equal(model.linear.weight[0], model.linear.weight[1])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_solved_map_is_trained_at_its_own_rate(rate, monkeypatch):
+    looks = iter(range(100, 0, -1))  # every look is better than the one before
+    monkeypatch.setattr(fitting, "validate", lambda *arguments: Errors(next(looks), 1.0))
+    config = ForecastConfig(horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2)
+    model, solved = ForecastModel(config), ForecastModel(config)
+    train, validation = windows()
+    solve_linear(solved, train)
+    options = FitOptions(steps=3, batch=16, check_every=3, linear_rate=rate)
+    fit(model, train, validation, options)
+    moved = (model.linear.weight - solved.linear.weight).abs().max()
+    assert model.head.weight.abs().max() > 0
+    assert (moved > 0) == (rate > 0)
+    assert moved <= 3 * rate * options.learning_rate * 1.1
 
 
 def test_training_stops_early_and_keeps_the_best_weights():
@@ -272,7 +310,7 @@ def test_evaluate_writes_records_a_table_and_a_picture(tmp_path):
     arguments = [
         "evaluate", data, "--lookback", 24, "--horizons", "6,12", "--seeds", "0,1",
         "--models", "trellis,transformer", "--out", tmp_path / "runs", *SMALL, *QUICK,
-        "--set", "quantiles=[0.1, 0.5, 0.9]",
+        "--set", "quantiles=[0.1, 0.5, 0.9]", "--set", "solve=false",
     ]  # fmt: skip
     result = good(*arguments, "--json")
     found = json.loads(result.stdout)
