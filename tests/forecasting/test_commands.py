@@ -237,6 +237,13 @@ def test_a_season_is_found_by_dates_and_forecast_at_the_right_hours(tmp_path):
         rows = list(csv.reader(good("predict", model, file).stdout.splitlines()))
         wanted = [50 + usual[(5 + 240 + n) % 24] for n in range(5)]
         np.testing.assert_allclose([float(row[1]) for row in rows[1:]], wanted, atol=0.05)
+    # Quiet days are followed by a quiet day: only a small part of the difference is left out.
+    quiet = [f"{date},{50 + usual[date.hour] / 2:.6f}" for date in dates]
+    data.write_text("\n".join(["when,load", *quiet]))
+    rows = list(csv.reader(good("predict", model, data).stdout.splitlines()))
+    wanted = [50 + usual[(5 + 240 + n) % 24] / 2 for n in range(5)]
+    np.testing.assert_allclose([float(row[1]) for row in rows[1:]], wanted, atol=1.5)
+    data.write_text("\n".join(["when,load", *lines]))
     for season, message in (("1", "must be a number of rows"), ("200", "needs at least two")):
         told = run("fit", data, "--out", tmp_path / "n", "--horizon", 5, "--lookback", 24,
                    "--season", season)  # fmt: skip

@@ -9,7 +9,16 @@ import torch
 
 from trellis.forecasting.baselines import nlinear, repeat_last
 from trellis.forecasting.series import read_benchmark
-from trellis.forecasting.windows import Benchmark, Scaler, Windows, bounds_of, errors, split_of
+from trellis.forecasting.windows import (
+    SHRINK,
+    Benchmark,
+    Course,
+    Scaler,
+    Windows,
+    bounds_of,
+    errors,
+    split_of,
+)
 
 
 def test_splits():
@@ -87,14 +96,34 @@ def test_the_usual_course_of_a_cycle_is_learned_and_undone():
 
 
 def test_a_season_changes_no_error_of_equal_forecasts():
-    """What is subtracted from lookbacks and targets comes back in `usual`."""
+    """What is subtracted from lookbacks and targets comes back in `subtracted`."""
     values = np.random.default_rng(0).normal(size=(400, 2)) + np.sin(np.arange(400))[:, None]
     plain, cyclic = Benchmark(values, "ratio"), Benchmark(values, "ratio", 7)
     index = torch.tensor([0, 11, 29])
     one, other = (b.windows("test", 10, 5) for b in (plain, cyclic))
-    for raw, rest, usual in zip(one.take(index), other.take(index), cyclic.usual(other, index)):
-        torch.testing.assert_close(raw, rest + usual)
-    assert not cyclic.usual(other, index)[0].allclose(torch.zeros(()))
+    without = other.subtracted(index)
+    torch.testing.assert_close(
+        torch.cat(one.take(index), 1), torch.cat(other.take(index), 1) + without
+    )
+    assert not without.allclose(torch.zeros(()))
+    assert not one.subtracted(index).any()
+
+
+@pytest.mark.parametrize(("share", "found"), [(1.0, 0.0), (0.5, -0.5), (0.0, -1.0), (3.0, 0.5)])
+def test_a_window_is_without_as_much_of_the_usual_course_as_it_shows(share, found):
+    """Days of a share of the usual size, after a training part of usual days and a trend."""
+    usual = np.tile([[3.0], [-1.0], [-2.0]], (100, 1))
+    values = np.concatenate([usual, share * usual[:30]])
+    scaler = Scaler.of(usual, 3)
+    rows = torch.from_numpy(scaler.apply(values).astype(np.float32))
+    windows = Windows(rows, [(300, 330)], 12, 6, Course.of(scaler, values))
+    swings = windows._swing(torch.arange(len(windows)))
+    # Drawn to zero by SHRINK.
+    expected = found if found == 0.5 else found / (1 + SHRINK)
+    torch.testing.assert_close(swings, torch.full_like(swings, expected))
+    if share in (1.0, 0.5, 0.0):
+        _, ahead = windows.take(torch.arange(len(windows)))
+        assert ahead.abs().max() <= abs(share - 1) * SHRINK * 3
 
 
 def test_a_benchmark_is_read_as_it_stands(tmp_path):

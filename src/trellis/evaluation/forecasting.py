@@ -243,7 +243,7 @@ class _Test:
             spread[:, len(FAN) // 2] = 0.0
             out, levels = out + spread, FAN
         # What the forecaster did not see of a usual day belongs to what a person sees.
-        past, ahead = self.benchmark.usual(target, places)
+        past, ahead = target.subtracted(places).split(self.sizes, dim=1)
         lookback, truth, out = lookback + past, truth + ahead, out + ahead[:, :, -1:]
         return [
             {

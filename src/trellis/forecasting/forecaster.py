@@ -26,10 +26,10 @@ from ..models.cache import pack_tensors, read_tensors
 from .fitting import Fit, FitOptions, fit
 from .model import ForecastConfig, ForecastModel
 from .series import Series, SeriesFile, need_rows
-from .windows import Scaler, Windows
+from .windows import Course, Scaler, Windows, swing
 
 FORMAT = "trellis-forecaster"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: The share of the rows of each series, at its end, that early stopping looks at.
 VALIDATION = 0.2
 #: The name of the cycle among the tensors of a file.
@@ -124,9 +124,16 @@ class Forecaster:
             else Scaler.of(series.values, _season_of(read, self.season), place)
         )
         rows = series.values if running else series.values[-config.lookback :]
-        scaled = scaler.apply(rows, place + read - len(rows))
-        out = self.model(torch.from_numpy(scaled.astype(np.float32))[None])[0]
-        out = out.sort(-1).values.double().numpy()  # [H, C, Q]
+        begin = place + read - len(rows)
+        scaled = torch.from_numpy(scaler.apply(rows, begin).astype(np.float32))[None]
+        more: Any = 0.0  # of the usual course than `undo` adds, [H, C, 1]
+        if scaler.cycle is not None and not running:
+            past = Course.of(scaler, rows, begin)
+            swings = swing(scaled, past.rows[None], past.whole[None, :1])
+            scaled = scaled - swings * past.rows
+            horizon = np.empty((config.horizon, len(series.names)))
+            more = (swings * Course.of(scaler, horizon, place + read).rows)[0, ..., None].numpy()
+        out = self.model(scaled)[0].sort(-1).values.double().numpy() + more  # [H, C, Q]
         values = scaler.undo(out.swapaxes(1, 2), place + read).swapaxes(1, 2)
         dates = [file.step.after(first, read + n) for n in range(config.horizon)]
         return Forecast(series.names, dates, values, config.quantiles, config.point)
@@ -221,7 +228,7 @@ def fit_file(
             "by_channel and mix_channels are for wide files, whose channels have common dates"
         )
     least = length + horizon
-    values, train, validation, scalers, cycles = [], [], [], {}, []
+    values, usual, train, validation, scalers, cycles = [], [], [], [], {}, []
     begin = 0
     for series in file.series:
         need_rows(
@@ -238,6 +245,7 @@ def fit_file(
             raise ValueError(f"{file.path}: {', '.join(series.names[:3])}: {error}") from error
         values.append(scaler.apply(series.values, place))
         if scaler.cycle is not None:
+            usual.append(Course.of(scaler, series.values, place))
             cycles.append(scaler.cycle)
         train.append((begin, begin + trained))
         validation.append((begin + trained - config.lookback, begin + rows))
@@ -248,10 +256,9 @@ def fit_file(
     sizes = config.lookback, horizon
     torch.manual_seed(options.seed)
     model = ForecastModel(config)
-    found = fit(
-        model, Windows(scaled, train, *sizes), Windows(scaled, validation, *sizes), options, say,
-        advance,
-    )  # fmt: skip
+    course = Course.joined(usual) if usual else None
+    train_windows, held = (Windows(scaled, part, *sizes, course) for part in (train, validation))
+    found = fit(model, train_windows, held, options, say, advance)
     cycle = np.concatenate(cycles, axis=1) if cycles else None
     return Forecaster(model, scalers, _about(file, found, options), cycle)
 

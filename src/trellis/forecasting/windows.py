@@ -25,6 +25,8 @@ from torch import Tensor
 from .. import checks
 
 PARTS = ("train", "validation", "test")
+#: How strongly a window's swing is drawn to zero, as a share of what a whole cycle tells of it.
+SHRINK = 0.1
 SPLITS = ("auto", "etth", "ettm", "ratio")
 _ETTH = (8640, 2880, 2880)
 
@@ -83,6 +85,45 @@ class Scaler(NamedTuple):
         return found.reshape(len(values), *(1,) * (values.ndim - 2), -1)
 
 
+def swing(rows: Tensor, usual: Tensor, whole: Tensor) -> Tensor:
+    """How much more of the usual course than once the rows of each window have: [B, 1, C].
+
+    On a dull day, when little of the usual happens, the swing is near -1; on a day like the mean of
+    all days it is 0. It is a least-squares fit that is drawn to zero, most where a window shows
+    little of the cycle, and kept between -1 (nothing of the usual course) and 1/2.
+
+    rows: [B, L, C] without the usual course. usual: [B, L, C], that course, in the same scale.
+    whole: [B, 1, C], its mean square over a whole cycle.
+    """
+    course = usual - usual.mean(1, keepdim=True)
+    shared = (rows * course).sum(1, keepdim=True)
+    weight = course.square().sum(1, keepdim=True) + SHRINK * rows.shape[1] * whole
+    return (shared / weight.clamp(min=1e-12)).clamp(-1.0, 0.5)
+
+
+class Course(NamedTuple):
+    """The usual course of a cycle beside the scaled rows [N, C] that it was subtracted from.
+
+    rows: [N, C], what was subtracted. whole: [N, C], the mean square over a whole cycle.
+    """
+
+    rows: Tensor
+    whole: Tensor
+
+    @classmethod
+    def of(cls, scaler: Scaler, values: np.ndarray, first: int = 0) -> Course:
+        """That of a scaler with a cycle, for rows [N, C] of which the first has this place."""
+        assert scaler.cycle is not None
+        rows = scaler.usual(values, first) / scaler.scale
+        whole = np.square(scaler.cycle / scaler.scale).mean(0)
+        both = (rows, np.broadcast_to(whole, rows.shape))
+        return cls(*(torch.from_numpy(part.astype(np.float32)) for part in both))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Course]) -> Course:
+        return cls(*(torch.cat(part) for part in zip(*parts)))
+
+
 def split_of(file: str | Path, split: str = "auto") -> str:
     """ "etth", "ettm" or "ratio": `split`, or, where it is "auto", by the name of the file."""
     checks.choice("split", split, SPLITS)
@@ -109,13 +150,20 @@ class Windows:
     """The windows of some stretches of scaled rows: window i is a lookback and its horizon."""
 
     def __init__(
-        self, values: Tensor, spans: Sequence[tuple[int, int]], lookback: int, horizon: int
+        self,
+        values: Tensor,
+        spans: Sequence[tuple[int, int]],
+        lookback: int,
+        horizon: int,
+        course: Course | None = None,
     ):
         """values: rows [N, C]. spans: the first row of each stretch, and the row after its last.
 
         No window reaches from one stretch into another: they may be different series.
+        course: the usual course of a cycle that was subtracted from the rows. Of a window, so much
+        more of it is subtracted as the window's `swing` says, from lookback and target alike.
         """
-        self.values, self.spans = values, list(spans)
+        self.values, self.spans, self.course = values, list(spans), course
         self.lookback, self.horizon = lookback, horizon
         length = lookback + horizon
         self.starts = torch.cat(
@@ -131,9 +179,27 @@ class Windows:
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(lookbacks [B, L, C], targets [B, H, C]) of the windows with these numbers [B]."""
-        rows = self.starts[index, None] + torch.arange(self.lookback + self.horizon)
+        rows = self._rows(index)
         both = self.values[rows]
+        if self.course is not None:
+            both = both - self._swing(index) * self.course.rows[rows]
         return both[:, : self.lookback], both[:, self.lookback :]
+
+    def subtracted(self, index: Tensor) -> Tensor:
+        """What the rows of these windows had before a cycle was subtracted, more: [B, L + H, C]."""
+        rows = self._rows(index)
+        if self.course is None:
+            return torch.zeros_like(self.values[rows])
+        return (1 + self._swing(index)) * self.course.rows[rows]
+
+    def _rows(self, index: Tensor) -> Tensor:
+        return self.starts[index, None] + torch.arange(self.lookback + self.horizon)
+
+    def _swing(self, index: Tensor) -> Tensor:
+        assert self.course is not None
+        past = self._rows(index)[:, : self.lookback]
+        whole = self.course.whole[past[:, :1]]
+        return swing(self.values[past], self.course.rows[past], whole)
 
     def batches(self, size: int, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """All windows in their order, `size` at a time; the last batch may be smaller.
@@ -153,14 +219,16 @@ class Benchmark:
     def __init__(self, values: np.ndarray, split: str, season: int | None = None):
         """values: rows [N, C] in the file's units. split: "etth", "ettm" or "ratio".
 
-        season: the rows of a cycle, whose usual course over the training part is subtracted. It is
-        the same in forecast and truth, so errors are those of the scaled rows as without it.
+        season: the rows of a cycle, whose usual course over the training part is subtracted, as
+        much of it as a window shows (`swing`). It is the same in forecast and truth, so errors are
+        those of the scaled rows as without it.
         """
         self.split, self.season = split, season
         self.ends = bounds_of(len(values), split)
         self.scaler = Scaler.of(values[: self.ends[0]], season)
         scaled = self.scaler.apply(values[: self.ends[2]])
         self.values = torch.from_numpy(scaled.astype(np.float32))
+        self.course = None if season is None else Course.of(self.scaler, scaled)
 
     def windows(self, part: str, lookback: int, horizon: int) -> Windows:
         """Raises ValueError if the part has no whole window."""
@@ -168,20 +236,14 @@ class Benchmark:
         number = PARTS.index(part)
         begin = 0 if number == 0 else self.ends[number - 1]
         first = begin if number == 0 else begin - lookback
-        windows = Windows(self.values, [(first, self.ends[number])], lookback, horizon)
+        spans = [(first, self.ends[number])]
+        windows = Windows(self.values, spans, lookback, horizon, self.course)
         if first < 0 or not len(windows):
             raise ValueError(
                 f"no window of {lookback} + {horizon} rows fits the {part} part, which has "
                 f"{self.ends[number] - begin} rows"
             )
         return windows
-
-    def usual(self, windows: Windows, index: Tensor) -> tuple[Tensor, Tensor]:
-        """What was subtracted from the lookbacks [B, L, C] and the targets [B, H, C] of windows."""
-        rows = self.values.numpy()
-        usual = np.broadcast_to(self.scaler.usual(rows) / self.scaler.scale, rows.shape)
-        same = torch.from_numpy(usual.astype(np.float32))
-        return Windows(same, windows.spans, windows.lookback, windows.horizon).take(index)
 
 
 class Errors(NamedTuple):
