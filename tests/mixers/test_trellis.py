@@ -185,9 +185,13 @@ def test_slots_of_the_key_memory_do_not_depend_on_their_number(slots):
 def test_defaults_follow_the_width():
     def sizes(dim, model_heads, **fields):
         mixer = build_mixer("trellis", dim, model_heads, **fields)
-        assert set(mixer.convolutions) == {"q", "k"}
         keys, values = mixer.heads * mixer.key_dim, mixer.heads * mixer.value_dim
-        assert mixer.state_size() == mixer.slots * (keys + values) + 2 * 3 * keys
+        convolved = {"q": keys, "k": keys}
+        if "form" not in fields:
+            convolved |= {"v": values, "alpha": mixer.heads * mixer.slots}
+        assert set(mixer.convolutions) == set(convolved)
+        tails = 3 * sum(convolved.values())
+        assert mixer.state_size() == mixer.slots * (keys + values) + tails
         return mixer.heads, mixer.key_dim, mixer.value_dim, mixer.slots
 
     assert sizes(96, 3, shape="model") == sizes(96, 3, form="paper") == (3, 32, 32, 32)
@@ -320,14 +324,15 @@ def test_one_gate_or_one_for_each_pass():
 def test_codes_of_one_size():
     """The size of alpha's map does not matter: codes keep a root mean square of 1."""
     torch.manual_seed(0)
-    mixer, x = build_mixer("trellis", 16, 2), torch.randn(1, 20, 16)
+    plain = {"conv_on": ("q", "k")}  # SiLU would not keep the direction of codes
+    mixer, x = build_mixer("trellis", 16, 2, **plain), torch.randn(1, 20, 16)
     y = mixer(x)[0]
     with torch.no_grad():
         mixer.alpha_proj.weight *= 50
     codes = mixer.project(x, mixer.init_state(1))[0].alpha
     assert torch.allclose(codes.square().mean(-1), torch.ones(1, 20, 1), rtol=1e-4)
     assert relative_rms(mixer(x)[0], y) < 1e-4
-    free = build_mixer("trellis", 16, 2, normalize_alpha=False)
+    free = build_mixer("trellis", 16, 2, normalize_alpha=False, **plain)
     free.load_state_dict(mixer.state_dict())
     assert relative_rms(free(x)[0], y) > 0.1
 

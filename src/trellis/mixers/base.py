@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ class Mixer(nn.Module):
     """
 
     o_proj: nn.Linear
+    #: Fields of the configuration that a mixer has in the place of a pretrained attention, whose
+    #: maps it takes over, unless its user gives others.
+    like_attention: ClassVar[dict[str, Any]] = {}
 
     @property
     def output_projection(self) -> nn.Linear:

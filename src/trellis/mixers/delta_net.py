@@ -12,7 +12,7 @@ The equations of the memory are in ops/delta_rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -109,6 +109,7 @@ class DeltaNetState(NamedTuple):
 class DeltaNetMixer(Mixer):
     #: Exempt from weight decay: the maps that make the memory's gates, not the output's gate.
     no_weight_decay: tuple[str, ...] = ("b_proj.weight",)
+    like_attention: ClassVar[dict[str, Any]] = {"shape": "model"}
 
     def __init__(self, dim: int, heads: int, config: DeltaNetMixerConfig):
         super().__init__()

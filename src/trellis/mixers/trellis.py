@@ -11,7 +11,7 @@ memory are in ops/memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,13 +51,13 @@ FROM_FORM: Any = None
 FORMS: dict[str, dict[str, Any]] = {
     "recommended": {
         "phi": "silu", "f": "silu", "psi": "identity", "value_pass": "decode",
-        "conv_bias": True, "skip": 1.0, "separate_gates": True, "half_life": (8.0, 256.0),
-        "normalize_alpha": True, "shape": "wide",
+        "conv_on": CONVOLVED, "conv_bias": True, "skip": 1.0, "separate_gates": True,
+        "half_life": (8.0, 256.0), "normalize_alpha": True, "shape": "wide",
     },
     "paper": {
         "phi": "silu", "f": "ln_silu", "psi": "silu", "value_pass": "encode",
-        "conv_bias": True, "skip": False, "separate_gates": False, "half_life": False,
-        "normalize_alpha": False, "shape": "model",
+        "conv_on": ("q", "k"), "conv_bias": True, "skip": False, "separate_gates": False,
+        "half_life": False, "normalize_alpha": False, "shape": "model",
     },
 }  # fmt: skip
 
@@ -66,8 +66,8 @@ FORMS: dict[str, dict[str, Any]] = {
 class TrellisMixerConfig:
     """Every choice of the mixer.
 
-    form: sets those of shape, phi, f, psi, value_pass, conv_bias, skip, separate_gates, half_life
-        and normalize_alpha that are None. "recommended" is the form that did best in our
+    form: sets those of shape, phi, f, psi, value_pass, conv_on, conv_bias, skip, separate_gates,
+        half_life and normalize_alpha that are None. "recommended" is the form that did best in our
         comparisons (docs/results.md). "paper" has the equations of the paper: one target code for
         two passes that both encode, f = ln_silu, and the readout phi(M^T q). What the paper leaves
         open is our choice in both: phi, how gamma and beta are computed and start, the unit length
@@ -98,6 +98,8 @@ class TrellisMixerConfig:
         transpose; "decode" regresses the value from the code.
     conv_width: width of the causal convolution; 0 leaves it out.
     conv_on: the convolved streams, some of "q", "k", "v" and "alpha". SiLU follows the convolution.
+        On v and alpha it hands the order of the last tokens on, which matters the more, the longer
+        a model is trained (docs/lab-notebook.md); the paper has it on q and k.
     conv_bias: whether the convolutions have a bias. It starts uniform like their weights, which
         gives all keys and queries a common part: the memory starts as a running average.
     tie_queries: q's map and convolution start equal to k's, with the same effect.
@@ -146,7 +148,7 @@ class TrellisMixerConfig:
     stale_step: str = "minibatch"
     value_pass: str = FROM_FORM
     conv_width: int = 4
-    conv_on: tuple[str, ...] = ("q", "k")
+    conv_on: tuple[str, ...] = FROM_FORM
     conv_bias: bool = FROM_FORM
     tie_queries: bool = False
     skip: float | Literal[False] = FROM_FORM
@@ -274,6 +276,10 @@ class TrellisState(NamedTuple):
 class TrellisMixer(Mixer):
     #: Exempt from weight decay: the maps that make the memory's gates, not the output's gate.
     no_weight_decay = ("gamma_proj.weight", "beta_proj.weight")
+    #: Attention neither adds its values to what it returns nor puts them through SiLU.
+    like_attention: ClassVar[dict[str, Any]] = {
+        "shape": "model", "skip": False, "conv_on": ("q", "k"),
+    }  # fmt: skip
 
     def __init__(self, dim: int, heads: int, config: TrellisMixerConfig):
         super().__init__()

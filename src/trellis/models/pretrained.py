@@ -237,9 +237,8 @@ def replaced(
 ) -> TrellisForCausalLM:
     """A copy of a model of attention with another mixer in some layers.
 
-    fields: of the new mixer's configuration. `heads` and `head_dim` are those of the attention
-        unless they are given; where a mixer has them, so are shape="model" and skip=False, since
-        attention does not add its values to what it returns.
+    fields: of the new mixer's configuration. Unless they are given, `heads` and `head_dim` are
+        those of the attention, and what the mixer's `like_attention` names is as it says there.
     window: of the attention that stays; None leaves it as it is.
 
     The new mixer takes over each of the maps q, k, v and o that has the same shape in it, with
@@ -297,11 +296,11 @@ def _fields_for(model: TrellisForCausalLM, mixer: str, fields: Mapping[str, Any]
     """The fields of a new mixer with heads like those of the model's attention."""
     attention = model.model.layers[0].mixer
     assert isinstance(attention, TransformerMixer)
-    known = {field.name for field in dataclasses.fields(MIXERS[mixer][0])}
-    same = {
-        "heads": attention.heads, "head_dim": attention.head_dim, "shape": "model", "skip": False,
-    }  # fmt: skip
-    return {**{name: value for name, value in same.items() if name in known}, **fields}
+    config, mixer_class = MIXERS[mixer]
+    known = {field.name for field in dataclasses.fields(config)}
+    heads = {"heads": attention.heads, "head_dim": attention.head_dim}
+    same = {name: value for name, value in heads.items() if name in known}
+    return {**same, **mixer_class.like_attention, **fields}
 
 
 @torch.no_grad()
