@@ -140,21 +140,23 @@ def test_the_loss_with_weights_in_bf16(tmp_path):
 
 
 def test_work_beside_a_busy_process(monkeypatch):
-    given = []
+    given, rates = [], iter([10.0, 4.0, 9.0, 8.0, 30.0, 2.0, 7.0, 6.0, 20.0, 3.0, 8.0, 7.0])
 
     def fresh(module, *arguments, env):
         given.append((env.get("OMP_WAIT_POLICY"), env.get("GOMP_SPINCOUNT")))
-        return {"training": 2.0}
+        return {"training": next(rates)}
 
     monkeypatch.setattr(measure, "in_fresh_process", fresh)
     others = {name: value for name, value in os.environ.items() if name not in WAITING}
     monkeypatch.setattr(os, "environ", others)
     sleep_while_waiting()
     lines = []
-    result = decoding.run_busy(0.01, lines.append)
-    assert given == [(None, None)] * 2 + [("passive", "3000")] * 2
-    assert [row["busy"] for row in result["rates"]] == [2.0, 2.0]
-    assert "| training | as trellis sets it | 2 | 2 | 100% |" in lines
+    result = decoding.run_busy(0.01, 3, lines.append)
+    assert given == ([(None, None)] * 2 + [("passive", "3000")] * 2) * 3
+    assert [row["busy"] for row in result["rates"]] == [3.0, 7.0]
+    assert result["rates"][1]["idle_each"] == [9.0, 7.0, 8.0]
+    assert "| training | as torch has it | 20 | 3 | 15% | 100% |" in lines
+    assert "| training | as trellis sets it | 8 | 7 | 88% | 40% |" in lines
 
 
 def test_a_choice_of_how_threads_wait_stays(monkeypatch):

@@ -173,26 +173,43 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.legend()
 
 
-def run_busy(seconds: float, report: Report) -> dict[str, Any]:
+def run_busy(seconds: float, rounds: int, report: Report) -> dict[str, Any]:
     """Training and decoding of the demo's model on an idle machine and beside one busy process.
 
-    Every row is measured in processes of its own, with torch's way of waiting for threads and with
-    that of the `trellis` command. Attention decodes in PyTorch, as any model of transformers does.
+    Every rate is measured in a process of its own, with torch's way of waiting for threads and with
+    that of the `trellis` command, in turn; medians over rounds are reported. Attention decodes in
+    PyTorch, as any model of transformers does.
     """
     ours = {name: os.environ[name] for name in WAITING if name in os.environ}
-    result: dict[str, Any] = {"threads": torch.get_num_threads(), "rates": []}
-    report(f"the demo's model, fp32, {torch.get_num_threads()} threads\n")
-    report("| work | threads wait | tokens/s idle | beside one busy process | kept |")
-    report("|---|---|---|---|---|")
-    for waiting, variables in (("as torch has it", {}), ("as trellis sets it", ours)):
-        idle = _rates(seconds, variables)
-        with _busy_process():
-            busy = _rates(seconds, variables)
-        for work in idle:
-            report(f"| {work} | {waiting} | {idle[work]:,.0f} | {busy[work]:,.0f} "
-                   f"| {busy[work] / idle[work]:.0%} |")  # fmt: skip
-            result["rates"].append({"work": work, "waiting": waiting, "variables": variables,
-                                    "idle": idle[work], "busy": busy[work]})  # fmt: skip
+    ways: dict[str, dict[str, str]] = {"as torch has it": {}, "as trellis sets it": ours}
+    found: dict[tuple[str, str], list[dict[str, float]]] = {
+        (waiting, load): [] for waiting in ways for load in ("idle", "busy")
+    }
+    for _ in range(rounds):
+        for waiting, variables in ways.items():
+            found[waiting, "idle"].append(_rates(seconds, variables))
+            with _busy_process():
+                found[waiting, "busy"].append(_rates(seconds, variables))
+    result: dict[str, Any] = {"threads": torch.get_num_threads(), "rounds": rounds, "rates": []}
+    report(f"the demo's model, fp32, {torch.get_num_threads()} threads, {rounds} rounds in turn\n")
+    report(
+        "| work | threads wait | tokens/s idle | beside one busy process | kept "
+        "| of torch's idle rate |"
+    )
+    report("|---|---|---|---|---|---|")
+    for work in found["as torch has it", "idle"][0]:
+        medians = {key: statistics.median(one[work] for one in each) for key, each in found.items()}
+        for waiting, variables in ways.items():
+            idle, busy = medians[waiting, "idle"], medians[waiting, "busy"]
+            of_torch = idle / medians["as torch has it", "idle"]
+            report(f"| {work} | {waiting} | {idle:,.0f} | {busy:,.0f} | {busy / idle:.0%} "
+                   f"| {of_torch:.0%} |")  # fmt: skip
+            result["rates"].append({
+                "work": work, "waiting": waiting, "variables": variables, "idle": idle,
+                "busy": busy, "kept": busy / idle, "of_torch": of_torch,
+                "idle_each": [one[work] for one in found[waiting, "idle"]],
+                "busy_each": [one[work] for one in found[waiting, "busy"]],
+            })  # fmt: skip
     return result
 
 

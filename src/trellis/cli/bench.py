@@ -128,6 +128,7 @@ def bench_serve(
 @app.command("busy")
 def bench_busy(
     seconds: Annotated[float, Option(help="Time of each measurement.")] = 3.0,
+    rounds: Rounds = 3,
     threads: Threads = 0,
     out: Out = None,
 ) -> Any:
@@ -135,7 +136,7 @@ def bench_busy(
     from ..bench import decoding
 
     record = Record("bench-busy")
-    return record.keep(out, decoding.run_busy(seconds, record.say))
+    return record.keep(out, decoding.run_busy(seconds, rounds, record.say))
 
 
 @app.command("training")
