@@ -35,6 +35,7 @@ def test_every_op_runs_forward_and_backward(name):
     assert all(leaf.grad is not None for leaf in made[1])
 
 
+@pytest.mark.slow
 def test_bench_ops_prints_tables_and_writes_files(tmp_path, monkeypatch):
     few = ["SDPA causal", "trellis exact, native"]
     monkeypatch.setattr(ops, "ALL", {name: ops.ALL[name] for name in few})
@@ -97,7 +98,7 @@ def test_the_cache_stays_flat_over_a_stream(tmp_path):
     lines = []
     model.run_stream(300, 3, tmp_path / "stream.png", lines.append)
     assert [line.split(" | ")[0] for line in lines[2:5]] == ["| 100", "| 200", "| 300"]
-    assert "cache sizes seen: [101376]" in lines[5]
+    assert "cache sizes seen: [105984]" in lines[5]
     assert (tmp_path / "stream.png").stat().st_size > 10_000
 
 

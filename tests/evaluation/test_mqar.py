@@ -319,7 +319,9 @@ def test_results_are_kept_and_shown_together(tmp_path, capsys, monkeypatch):
     result = first[0]["result"]
     assert set(result["training"][0]["curve"][0]) == {"step", "loss", "accuracy"}
     assert result["training"][0]["seconds"] > 0
-    assert result["state_size"] == 2 * (16 * (16 + 32) + 2 * 3 * 16)  # memories, convolutions
+    assert result["state_size"] == 2 * (
+        16 * (16 + 32) + 3 * (3 * 16 + 32)
+    )  # memories, convolutions
 
     both = measured(["transformer"], small, tmp_path)
     assert {record["model"]["name"] for record in both} == {"trellis", "transformer"}

@@ -39,7 +39,7 @@ from trellis.training.run import export, load_run, recipe_of, train
 #: processors and thread counts.
 GOLDEN_STEPS = [1, 5, 10, 15, 20, 25, 30]
 GOLDEN = {
-    "trellis": [5.4277, 5.0783, 4.5632, 3.8674, 3.6417, 3.2390, 3.3202],
+    "trellis": [5.4283, 5.1722, 4.5226, 3.8213, 3.5923, 3.2159, 3.3108],
     "transformer": [5.4845, 5.1481, 4.5489, 3.8118, 3.6748, 3.3147, 3.3864],
 }
 TOLERANCE = 0.02
@@ -128,7 +128,12 @@ def test_carrying_states_is_reading_on(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", [{"checkpointing": True}, {"compile": True}, {"micro_tokens": 1}]
+    "option",
+    [
+        {"checkpointing": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        {"micro_tokens": 1},
+    ],
 )
 def test_options_that_change_no_result(corpus, tmp_path, trained, option):
     sections = {"train": {"steps": 3, **option}}
