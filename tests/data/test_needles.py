@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from trellis.cli import app
 from trellis.data import load_tokenizer, prepare_corpus, train_tokenizer
 from trellis.data import needles as needles_module
 from trellis.data.needles import (
+    BRIEF_WORDS,
     NOISE,
     SENTENCE_BREAK,
     VARIANTS,
@@ -244,6 +246,25 @@ def test_training_text_is_repeatable_and_fewer_are_a_prefix(tmp_path):
     assert written(tmp_path / "b.jsonl") == texts
     assert written(tmp_path / "c.jsonl", items=5) == texts[:5]
     assert written(tmp_path / "d.jsonl", seed=1) != texts
+
+
+def test_brief_items_are_a_needle_a_few_words_and_the_question(tmp_path):
+    texts = written(tmp_path / "a.jsonl", items=60, brief=0.5)
+    short = [text for text in texts if text.startswith("One of the special magic ")]
+    assert 15 < len(short) < 45
+    form = r"One of the special magic (\w+)s for (\S+) is: (\S+)\. ?(.*?) ?The special magic"
+    for text in short:
+        kind, key, value, words = re.match(form, text).groups()
+        assert text.endswith(f"magic {kind} for {key} mentioned in the provided text is {value}.")
+        assert len(words.split()) <= BRIEF_WORDS
+        assert {part_of(key), part_of(value)} == {"train"}
+    # The others are the items of a file without brief ones.
+    others = set(texts) - set(short)
+    assert others
+    assert others <= set(written(tmp_path / "b.jsonl", items=60))
+    with pytest.raises(ValueError, match="brief must be a share from 0 to 1; got 2"):
+        written(tmp_path / "c.jsonl", brief=2)
+    assert not (tmp_path / "c.jsonl").exists()
 
 
 def test_an_existing_file_is_replaced_only_on_demand(tmp_path):

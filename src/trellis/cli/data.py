@@ -138,6 +138,10 @@ def needles(
         Option(help="The text that hides the needles, a source as in prepare; else stdlib."),
     ] = None,
     tokenizer: TokenizerName = "bytes",
+    brief: Annotated[
+        float,
+        Option(help="The share of documents that are a needle, a few words and the question."),
+    ] = 0.0,
     seed: Annotated[int, Option(help="Seeds the random choices.")] = 0,
     force: Annotated[bool, Option(help="Replace the file if it exists.")] = False,
 ) -> dict[str, Any]:
@@ -152,7 +156,8 @@ def needles(
         bar.update(task, total=items)
         size = write_needles(
             out, names(variants), numbers("lengths", lengths), items, haystack or ["stdlib"],
-            tokenizer=tokenizer, seed=seed, force=force, progress=lambda: bar.advance(task),
+            tokenizer=tokenizer, brief=brief, seed=seed, force=force,
+            progress=lambda: bar.advance(task),
         )  # fmt: skip
     _say(f"{items:,} documents, {size / 1e6:,.1f} MB written to {out}")
     return {"path": out, "documents": items, "bytes": size}

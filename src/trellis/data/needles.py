@@ -20,6 +20,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import checks
 from ..files import whole_file
 from .compression import optional
 from .sources import whole_texts
@@ -32,6 +33,8 @@ PROMPT = (
     "What is the special magic {kind} for {key} mentioned in the provided text? "
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
+#: The last sentence of PROMPT, with which a brief item asks.
+QUESTION = PROMPT[PROMPT.rindex("The special magic") :]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 #: How many tokens of a prompt's length are reserved for the answer.
 ANSWER_TOKENS = 128
@@ -41,6 +44,8 @@ PARTS = ("train", "test")
 #: The space between two sentences.
 SENTENCE_BREAK = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 _WORD = re.compile(r"\S+")
+#: The most words between needle and question in a brief item.
+BRIEF_WORDS = 24
 #: How many keys and values are tried before a length is called too short for a prompt.
 _DRAWS = 100
 
@@ -260,6 +265,16 @@ class Needles:
         )
         return Item(prompt(units), key, value, depth, units, tokens)
 
+    def brief(self, variant: str, index: int) -> tuple[str, str]:
+        """A prompt without the introduction, with a few words after the needle; and its value."""
+        kind = VARIANTS[variant].kind
+        rng = random.Random(f"{self.seed} {self.part} {variant} brief {index}")
+        key, value = draw(rng, "word", self.part), draw(rng, kind, self.part)
+        count = rng.randrange(BRIEF_WORDS + 1)
+        words = self.haystack.essay(count, rng.randrange(self.haystack.characters)).words
+        parts = [NEEDLE.format(kind=kind, key=key, value=value), *words]
+        return " ".join([*parts, QUESTION.format(kind=kind, key=key)]), value
+
     def _draw(self, rng: random.Random, variant: str, length: int) -> tuple[str, str]:
         """A key and its value. If they are too long for a prompt of `length`, others are drawn."""
         kind = VARIANTS[variant].kind
@@ -324,11 +339,15 @@ def write_needles(
     haystack: Sequence[str],
     *,
     tokenizer: str = "bytes",
+    brief: float = 0.0,
     seed: int = 0,
     force: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> int:
     """Writes training items with their answers as jsonl, and returns how many bytes that took.
+
+    brief: the share of items that are a needle, at most BRIEF_WORDS words and the question alone. A
+        small model learns from them to copy what it was told, before it has to do so from afar.
 
     Variant, length and depth are drawn for each item, and do not depend on how many items there
     are: a longer file begins with the lines of a shorter one.
@@ -337,6 +356,7 @@ def write_needles(
     an argument is out of range; what `read_haystack` and `load_tokenizer` raise.
     """
     check_variants(variants)
+    checks.share("brief", brief)
     if out.is_dir():
         raise ValueError(f"--out must be a file; {out} is a folder")
     if out.exists() and not force:
@@ -347,8 +367,13 @@ def write_needles(
     with whole_file(out) as file:
         for index in range(items):
             rng = random.Random(f"{seed} {index}")
-            item = made.item(rng.choice(list(variants)), rng.choice(list(lengths)), index)
-            line = json.dumps({"text": f"{item.prompt} {item.value}."})
+            variant, length = rng.choice(list(variants)), rng.choice(list(lengths))
+            if rng.random() < brief:
+                prompt, value = made.brief(variant, index)
+            else:
+                item = made.item(variant, length, index)
+                prompt, value = item.prompt, item.value
+            line = json.dumps({"text": f"{prompt} {value}."})
             file.write(line.encode() + b"\n")
             progress()
         return file.tell()
