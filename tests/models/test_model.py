@@ -320,6 +320,7 @@ def test_bad_inputs():
         (tokens(1, 2, 9), r"input_ids must have shape \[B,T\]; got \[1, 2, 9\]"),
         (tokens(2, 9).float(), "input_ids must be whole numbers.*; got torch.float32"),
         (tokens(2, 9) > 3, "input_ids must be whole numbers.*; got torch.bool"),
+        (tokens(2, 9).to(torch.uint16), "in int64 or int32, the ids of tokens; got torch.uint16"),
         (tokens(1, 9) * 0 + 97, "ids of tokens from 0 to 96; got ids from 97 to 97"),
         (torch.arange(-1, 4)[None], "ids of tokens from 0 to 96; got ids from -1 to 3"),
     ],
