@@ -255,7 +255,9 @@ def test_brief_items_are_a_needle_a_few_words_and_the_question(tmp_path):
     form = r"One of the special magic (\w+)s for (\S+) is: (\S+)\. ?(.*?) ?The special magic"
     for text in short:
         kind, key, value, words = re.match(form, text).groups()
-        assert text.endswith(f"magic {kind} for {key} mentioned in the provided text is {value}.")
+        asked = f"magic {kind} for {key} mentioned in the provided text is {value}."
+        assert text.endswith(asked)
+        assert text.count(asked) == 2
         assert len(words.split()) <= BRIEF_WORDS
         assert {part_of(key), part_of(value)} == {"train"}
     # The others are the items of a file without brief ones.

@@ -33,7 +33,7 @@ PROMPT = (
     "What is the special magic {kind} for {key} mentioned in the provided text? "
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
-#: The last sentence of PROMPT, with which a brief item asks.
+#: The last sentence of PROMPT, which brief items ask with.
 QUESTION = PROMPT[PROMPT.rindex("The special magic") :]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 #: How many tokens of a prompt's length are reserved for the answer.
@@ -265,15 +265,20 @@ class Needles:
         )
         return Item(prompt(units), key, value, depth, units, tokens)
 
-    def brief(self, variant: str, index: int) -> tuple[str, str]:
-        """A prompt without the introduction, with a few words after the needle; and its value."""
+    def brief(self, variant: str, index: int) -> str:
+        """A needle, a few words, and the question with its answer, twice.
+
+        The second answer can be copied from the first, after the same words, which is what a model
+        learns first; the first has to be copied from the needle.
+        """
         kind = VARIANTS[variant].kind
         rng = random.Random(f"{self.seed} {self.part} {variant} brief {index}")
         key, value = draw(rng, "word", self.part), draw(rng, kind, self.part)
+        told = NEEDLE.format(kind=kind, key=key, value=value)
+        asked = f"{QUESTION.format(kind=kind, key=key)} {value}."
         count = rng.randrange(BRIEF_WORDS + 1)
         words = self.haystack.essay(count, rng.randrange(self.haystack.characters)).words
-        parts = [NEEDLE.format(kind=kind, key=key, value=value), *words]
-        return " ".join([*parts, QUESTION.format(kind=kind, key=key)]), value
+        return " ".join([told, *words, asked, asked])
 
     def _draw(self, rng: random.Random, variant: str, length: int) -> tuple[str, str]:
         """A key and its value. If they are too long for a prompt of `length`, others are drawn."""
@@ -346,8 +351,8 @@ def write_needles(
 ) -> int:
     """Writes training items with their answers as jsonl, and returns how many bytes that took.
 
-    brief: the share of items that are a needle, at most BRIEF_WORDS words and the question alone. A
-        small model learns from them to copy what it was told, before it has to do so from afar.
+    brief: the share of items that are a needle, at most BRIEF_WORDS words and the question with its
+        answer. A small model learns from them to copy, before it has to do so from afar.
 
     Variant, length and depth are drawn for each item, and do not depend on how many items there
     are: a longer file begins with the lines of a shorter one.
@@ -369,11 +374,11 @@ def write_needles(
             rng = random.Random(f"{seed} {index}")
             variant, length = rng.choice(list(variants)), rng.choice(list(lengths))
             if rng.random() < brief:
-                prompt, value = made.brief(variant, index)
+                text = made.brief(variant, index)
             else:
                 item = made.item(variant, length, index)
-                prompt, value = item.prompt, item.value
-            line = json.dumps({"text": f"{prompt} {value}."})
+                text = f"{item.prompt} {item.value}."
+            line = json.dumps({"text": text})
             file.write(line.encode() + b"\n")
             progress()
         return file.tell()
