@@ -121,6 +121,44 @@ def test_the_distance_of_the_channels_maps_is_chosen_on_validation():
     assert torch.equal(model.linear.weight[0], model.linear.weight[1])
 
 
+def test_maps_of_their_own_are_the_solutions_of_their_channels(monkeypatch):
+    """With hardly a weight on their distance, none can be changed for the better."""
+    monkeypatch.setattr(fitting, "APART", (1e-9,))
+    config = ForecastConfig(
+        horizon=6, lookback=8, patch=4, dim=16, layers=1, heads=2, by_channel=True, channels=2
+    )
+    model = ForecastModel(config).eval()
+    rows = torch.randn(400, 2, generator=torch.Generator().manual_seed(0))
+    for n in range(1, 400):  # one channel goes on as it is, the other swings
+        rows[n] += torch.tensor([0.9, -0.7]) * rows[n - 1]
+    train = Windows(rows, [(0, 400)], 8, 6)
+
+    def gradient():
+        past, target = train.take(torch.arange(len(train)))
+        loss = (model(past)[..., 0] - target).square().mean()
+        return torch.autograd.grad(loss, [model.linear.weight])[0].abs().amax((1, 2))
+
+    solve_linear(model, train, lambda: 0.0, ridge=1e-9)
+    assert gradient().max() < 1e-3
+    solve_linear(model, train, ridge=1e-9)  # the shared map suits neither
+    assert gradient().min() > 1e-2
+
+
+def test_quantiles_spread_after_training():
+    """Before the first step all quantiles are the same; that look is never the one kept."""
+    config = ForecastConfig(
+        horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, quantiles=(0.1, 0.5, 0.9)
+    )
+    model = ForecastModel(config)
+    values = torch.randn(400, 1, generator=torch.Generator().manual_seed(0))  # nothing to learn
+    train, validation = (Windows(values, [part], 24, 6) for part in ((0, 320), (296, 400)))
+    found = fit(model, train, validation, FitOptions(steps=40, batch=32, check_every=20))
+    assert found.best.step > 0
+    with torch.no_grad():
+        low, _, high = model(validation.take(torch.arange(8))[0]).unbind(-1)
+    assert (high - low).mean() > 0.05
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_a_solved_map_is_trained_at_its_own_rate(rate, monkeypatch):
     looks = iter(range(100, 0, -1))  # every look is better than the one before

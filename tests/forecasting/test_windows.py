@@ -111,13 +111,16 @@ def test_a_season_changes_no_error_of_equal_forecasts():
 
 @pytest.mark.parametrize(("share", "found"), [(1.0, 0.0), (0.5, -0.5), (0.0, -1.0), (3.0, 0.5)])
 def test_a_window_is_without_as_much_of_the_usual_course_as_it_shows(share, found):
-    """Days of a share of the usual size, after a training part of usual days and a trend."""
+    """Days of a share of the usual size, after a training part of usual days."""
     usual = np.tile([[3.0], [-1.0], [-2.0]], (100, 1))
     values = np.concatenate([usual, share * usual[:30]])
     scaler = Scaler.of(usual, 3)
     rows = torch.from_numpy(scaler.apply(values).astype(np.float32))
     windows = Windows(rows, [(300, 330)], 12, 6, Course.of(scaler, values))
     swings = windows._swing(torch.arange(len(windows)))
+    changed = Windows(rows.clone(), [(300, 330)], 12, 6, windows.course)
+    changed.values[312:] += 9.0  # the horizon of the first window, of which its swing knows nothing
+    assert torch.equal(changed._swing(torch.tensor([0])), swings[:1])
     # Drawn to zero by SHRINK.
     expected = found if found == 0.5 else found / (1 + SHRINK)
     torch.testing.assert_close(swings, torch.full_like(swings, expected))

@@ -228,6 +228,9 @@ def test_the_maps_of_attention_are_taken_over(mixer):
     new = replaced(teacher, [0, 1], mixer).model.layers[0].mixer
     old = teacher.model.layers[0].mixer
     assert take_over(new, old) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if mixer == "trellis":  # like attention, which adds no values and puts none through SiLU
+        assert new.skip is None
+        assert set(new.convolutions) == {"q", "k"}
     assert torch.equal(new.o_proj.weight, old.o_proj.weight)
     x = torch.randn(1, 7, 32)
     for stream, norm in (("q", old.q_norm), ("k", old.k_norm), ("v", None)):

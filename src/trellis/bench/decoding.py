@@ -176,7 +176,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def run_busy(seconds: float, rounds: int, report: Report) -> dict[str, Any]:
     """Training and decoding of the demo's model on an idle machine and beside one busy process.
 
-    Every rate is measured in a process of its own, with torch's way of waiting for threads and with
+    One process after the other measures all kinds of work, with torch's way of waiting and with
     that of the `trellis` command, in turn; medians over rounds are reported. Attention decodes in
     PyTorch, as any model of transformers does.
     """

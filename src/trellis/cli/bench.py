@@ -19,7 +19,7 @@ Out = Annotated[
 ]
 Lengths = Annotated[str, Option(help="Tokens, separated by commas.")]
 Contexts = Annotated[str, Option(help="Tokens read before a timed decoding step.")]
-Rounds = Annotated[int, Option(help="How many times everything is timed.")]
+Rounds = Annotated[int, Option(help="How many times everything is timed.", min=1)]
 
 
 @app.command("ops")

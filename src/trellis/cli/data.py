@@ -140,7 +140,7 @@ def needles(
     tokenizer: TokenizerName = "bytes",
     brief: Annotated[
         float,
-        Option(help="The share of documents that are a needle, a few words and the question."),
+        Option(help="The share of documents that are a needle, a few words, and the answer twice."),
     ] = 0.0,
     seed: Annotated[int, Option(help="Seeds the random choices.")] = 0,
     force: Annotated[bool, Option(help="Replace the file if it exists.")] = False,

@@ -274,6 +274,8 @@ class Needles:
         kind = VARIANTS[variant].kind
         rng = random.Random(f"{self.seed} {self.part} {variant} brief {index}")
         key, value = draw(rng, "word", self.part), draw(rng, kind, self.part)
+        while value == key:
+            value = draw(rng, kind, self.part)
         told = NEEDLE.format(kind=kind, key=key, value=value)
         asked = f"{QUESTION.format(kind=kind, key=key)} {value}."
         count = rng.randrange(BRIEF_WORDS + 1)
@@ -352,7 +354,7 @@ def write_needles(
     """Writes training items with their answers as jsonl, and returns how many bytes that took.
 
     brief: the share of items that are a needle, at most BRIEF_WORDS words and the question with its
-        answer. A small model learns from them to copy, before it has to do so from afar.
+        answer, twice. A small model learns from them to copy, before it has to do so from afar.
 
     Variant, length and depth are drawn for each item, and do not depend on how many items there
     are: a longer file begins with the lines of a shorter one.

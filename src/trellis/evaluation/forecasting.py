@@ -6,7 +6,8 @@ A forecaster is a name:
 
     trellis, transformer, mamba2, ...  our forecaster with that mixer, at equal parameters
     repeat-last, nlinear               the two of trellis.forecasting.baselines
-    nlinear-season                     NLinear on rows without their usual day, as ours reads them
+    nlinear-season                     NLinear on rows without their usual day, as ours reads
+                                       them where it normalises windows
     patchtst, nhits                    those of neuralforecast, trained on the same windows
 """
 
@@ -53,7 +54,8 @@ FIT = {
 }  # fmt: skip
 #: Test windows that are drawn, spread evenly.
 DRAWN = 3
-#: The fan around forecasts of one number: these quantiles of their errors on validation.
+#: The fan around forecasts of one number: these quantiles of their errors on validation, but for
+#: the middle, which is the forecast itself.
 FAN = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
@@ -366,7 +368,8 @@ def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
     order = {row["horizon"]: n for n, row in reversed(list(enumerate(rows)))}
     for row in sorted(rows, key=lambda row: order[row["horizon"]]):
         cells = [
-            f"{row[name]:.3f}" + (f" ± {row[f'{name}_sd']:.3f}" if row[f"{name}_sd"] else "")
+            f"{row[name]:.3f}"
+            + (f" ± {row[f'{name}_sd']:.3f}" if row[f"{name}_sd"] is not None else "")
             for name in ("mse", "mae")
         ]
         size = f"{row['parameters']:,}" if "parameters" in row else ""

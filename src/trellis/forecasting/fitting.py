@@ -108,7 +108,8 @@ def fit(
     """Trains a model in place and leaves it with the weights that did best on validation.
 
     model: maps lookbacks [B, L, C] to forecasts [B, H, C, outputs], such as a ForecastModel.
-    say: gets a line after every look at the validation part. advance: gets 1 after every step.
+    say: gets a line after every look at the validation part but the one before the first step.
+    advance: gets 1 after every step.
 
     Raises ValueError if the loss is not finite, or if a part has no window.
     """
@@ -137,9 +138,12 @@ def fit(
         lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95),
     )  # fmt: skip
     found = validate(model, validation, options)
-    best = Look(0, None, found.mse, found.mae)
+    looks = [Look(0, None, found.mse, found.mae)]
+    # Quantiles are all the same before the first step, which the error of their median does not
+    # tell: such a model is trained for one look at least.
+    spreads = bool(getattr(getattr(model, "config", None), "quantiles", ()))
+    best = Look(0, None, math.inf, math.inf) if spreads else looks[0]
     kept = copy.deepcopy(model.state_dict())
-    looks = [best]
     total, since = 0.0, 0
     for step in range(1, options.steps + 1):
         for group in optimizer.param_groups:
@@ -175,7 +179,7 @@ def fit(
             f"step {step}/{options.steps}  loss {look.loss:.4f}  validation MSE {look.mse:.4f}  "
             f"MAE {look.mae:.4f}  {time.monotonic() - start:.0f} s"
         )
-        if not look.mse >= best.mse:
+        if look.mse < best.mse or math.isnan(best.mse):
             best, kept = look, copy.deepcopy(model.state_dict())
         elif sum(later.step > best.step for later in looks) >= options.patience:
             break
@@ -247,7 +251,7 @@ def solve_linear(
         for apart in APART:
             put(apart)
             found[apart] = error()
-        best = min(found, key=lambda apart: found[apart])
+        best = min(found, key=lambda apart: math.inf if math.isnan(found[apart]) else found[apart])
     put(best)
     return best
 

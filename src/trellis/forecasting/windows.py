@@ -90,7 +90,8 @@ def swing(rows: Tensor, usual: Tensor, whole: Tensor) -> Tensor:
 
     On a dull day, when little of the usual happens, the swing is near -1; on a day like the mean of
     all days it is 0. It is a least-squares fit that is drawn to zero, most where a window shows
-    little of the cycle, and kept between -1 (nothing of the usual course) and 1/2.
+    little of the cycle, and kept between -1 (nothing of the usual course) and 1/2 (half as much
+    again: what is far larger has other causes than the cycle).
 
     rows: [B, L, C] without the usual course. usual: [B, L, C], that course, in the same scale.
     whole: [B, 1, C], its mean square over a whole cycle.
@@ -160,8 +161,9 @@ class Windows:
         """values: rows [N, C]. spans: the first row of each stretch, and the row after its last.
 
         No window reaches from one stretch into another: they may be different series.
-        course: the usual course of a cycle that was subtracted from the rows. Of a window, so much
-        more of it is subtracted as the window's `swing` says, from lookback and target alike.
+        course: the usual course of a cycle that was subtracted from the rows, once. So much more of
+        it as a window's `swing` says is subtracted by `take`, from lookback and target alike. A
+        forecaster with the running normaliser reads `values` instead.
         """
         self.values, self.spans, self.course = values, list(spans), course
         self.lookback, self.horizon = lookback, horizon
@@ -186,7 +188,10 @@ class Windows:
         return both[:, : self.lookback], both[:, self.lookback :]
 
     def subtracted(self, index: Tensor) -> Tensor:
-        """What the rows of these windows had before a cycle was subtracted, more: [B, L + H, C]."""
+        """The usual course that `take` leaves out of these windows, [B, L + H, C].
+
+        Added to what `take` returns it gives the scaled rows.
+        """
         rows = self._rows(index)
         if self.course is None:
             return torch.zeros_like(self.values[rows])

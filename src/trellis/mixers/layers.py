@@ -78,9 +78,9 @@ class ShortConvolution(nn.Module):
 
 
 class StreamConvolutions(nn.ModuleDict):
-    """Short convolutions of some of the streams "q", "k" and "v", by name.
+    """Short convolutions of some of a mixer's streams, such as "q", "k" and "v", by name.
 
-    The state of a mixer holds their tails in the fields q_tail, k_tail and v_tail; the tail of a
+    The state of a mixer holds their tails in the fields q_tail, k_tail, v_tail, ...; the tail of a
     stream without a convolution is None.
     """
 

@@ -1,8 +1,9 @@
 """The Trellis mixer: two passes of a memory that learns while it reads.
 
-    x -> q, k, v (short convolution and SiLU on some) -> unit length per head
-      -> alpha, the code of each token; gamma, the step size; beta, the forget gate
-      -> trellis_memory (+ skip * v) -> RMSNorm per head -> * GELU(gate) -> output projection
+    x -> q, k, v and alpha, the code of each token (short convolution and SiLU on some)
+      -> q and k at unit length per head, codes at a root mean square of 1
+      -> with gamma, the step size, and beta, the forget gate:
+         trellis_memory (+ skip * v) -> RMSNorm per head -> * GELU(gate) -> output projection
 
 Paper: "Trellis: Learning to Compress Key-Value Memory in Attention Models". The equations of the
 memory are in ops/memory.
