@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trellis.mixers import MIXERS, build_mixer
+from trellis.mixers import MIXERS, build_mixer, computed_fields
 from trellis.mixers.base import named_tensors
 
 #: mixer -> (heads, size of a head's keys, of its values, numbers of the memory) at width 768 with
@@ -82,3 +82,12 @@ def test_the_sizes_of_comparisons(name):
 def test_a_wrong_value_is_named(mixer, fields, message):
     with pytest.raises(ValueError, match=message):
         build_mixer(mixer, 32, 2, **fields)
+
+
+def test_computed_fields_name_defaults_too():
+    """So that a record tells the present default from another one."""
+    plain = computed_fields("trellis", {})
+    assert plain == computed_fields("trellis", {"backend": "reference"})
+    assert plain == computed_fields("trellis", {"conv_on": ["q", "k", "v", "alpha"]})
+    assert plain != computed_fields("trellis", {"conv_on": ["q", "k"]})
+    assert "backend" not in plain

@@ -31,7 +31,7 @@ from ..forecasting.baselines import nlinear, repeat_last
 from ..forecasting.fitting import FitOptions, fit, point_of
 from ..forecasting.model import ForecastConfig, ForecastModel, match_parameters
 from ..forecasting.series import read_benchmark
-from ..forecasting.windows import Benchmark, Errors, Windows, errors, split_of
+from ..forecasting.windows import SHRINK, Benchmark, Errors, Windows, errors, split_of
 from ..mixers import MIXERS
 from .runner import Job, Record, Records, Report, Table, slug
 
@@ -170,7 +170,7 @@ class _Test:
     def named(self) -> Named:
         identity: dict[str, Any] = {"name": self.name}
         if self.config is not None:
-            identity["config"] = asdict(self.config)
+            identity["config"] = self.config.facts()
         return Named(self.name, identity, identity)
 
     def job(self, data: dict[str, Any], file: str) -> Job:
@@ -178,7 +178,7 @@ class _Test:
             "data": data, "lookback": self.sizes[0], "horizon": self.horizon,
         }  # fmt: skip
         if self.benchmark.season is not None:
-            setting["season"] = self.benchmark.season
+            setting |= {"season": self.benchmark.season, "shrink": SHRINK}
         if self.options is not None:
             setting["fit"] = asdict(self.options)
         label = f"{Path(file).stem} {self.sizes[0]} to {self.horizon} seed {self.seed}"

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from ..mixers import mixer_config
+from ..mixers import computed_fields, mixer_config
 from ..mixers.base import State
 from ..mixers.layers import RMSNorm
 from ..models.backbone import Block
@@ -125,6 +125,10 @@ class ForecastConfig:
                 "a forecaster with the running normaliser reads the series alone; got "
                 f"past={self.past}, future={self.future}, static={self.static}"
             )
+
+    def facts(self) -> dict[str, Any]:
+        """All fields, and all of the mixer's, as they are now."""
+        return {**asdict(self), "mixer_config": computed_fields(self.mixer, self.mixer_config)}
 
     @property
     def outputs(self) -> int:
@@ -244,10 +248,7 @@ class ForecastModel(nn.Module):
 
     def fingerprint(self) -> str:
         """A hash of the configuration and of every weight: states of this model alone carry it."""
-        fields = asdict(self.config)
-        fields["mixer_config"] = asdict(mixer_config(self.config.mixer, self.config.mixer_config))
-        fields["mixer_config"].pop("backend", None)  # does not change what is computed
-        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(self.config.facts(), sort_keys=True).encode())
         hash_weights(digest, self)
         return digest.hexdigest()
 

@@ -15,7 +15,7 @@ from .linear_attention import (
     LinearAttentionMixerState,
 )
 from .mamba2 import Mamba2Mixer, Mamba2MixerConfig, Mamba2State
-from .registry import MIXERS, build_mixer, mixer_config
+from .registry import MIXERS, build_mixer, computed_fields, mixer_config
 from .transformer import AttentionState, TransformerMixer, TransformerMixerConfig
 from .trellis import TrellisMixer, TrellisMixerConfig, TrellisState
 from .ttt import TTTMixer, TTTMixerConfig, TTTMixerState
@@ -48,6 +48,7 @@ __all__ = [
     "TrellisMixerConfig",
     "TrellisState",
     "build_mixer",
+    "computed_fields",
     "mixer_config",
     "names_without_weight_decay",
 ]

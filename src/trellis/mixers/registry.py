@@ -37,6 +37,16 @@ def check_name(name: object) -> None:
         raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {name!r}{hint}")
 
 
+def computed_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of a mixer that decides what it computes, also those that are left to defaults.
+
+    A record or a fingerprint that has them stays true when a default changes.
+    """
+    found = dataclasses.asdict(mixer_config(name, fields))
+    found.pop("backend", None)
+    return found
+
+
 def mixer_config(name: str, fields: Mapping[str, Any]) -> Any:
     """The configuration of mixer `name`, such as TrellisMixerConfig, from its fields.
 

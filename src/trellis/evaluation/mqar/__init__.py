@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ... import figures
-from ...mixers import MIXERS
+from ...mixers import MIXERS, computed_fields
 from ...models.config import TrellisConfig
 from ...models.loss import IGNORED
 from ...models.modeling import TrellisForCausalLM
@@ -126,6 +126,7 @@ class Learner:
             self.matched = False
         self.identity = {
             "mixer": mixer, "width": width, "fields": self.config.mixer_config,
+            "computed": computed_fields(mixer, fields),
             "intermediate_size": self.config.intermediate_size,
         }  # fmt: skip
         shown = self.config.mixer_config.get(mixer, {})
