@@ -117,10 +117,10 @@ def test_a_window_is_without_as_much_of_the_usual_course_as_it_shows(share, foun
     scaler = Scaler.of(usual, 3)
     rows = torch.from_numpy(scaler.apply(values).astype(np.float32))
     windows = Windows(rows, [(300, 330)], 12, 6, Course.of(scaler, values))
-    swings = windows._swing(torch.arange(len(windows)))
+    swings = windows._swing(windows._rows(torch.arange(len(windows))))
     changed = Windows(rows.clone(), [(300, 330)], 12, 6, windows.course)
     changed.values[312:] += 9.0  # the horizon of the first window, of which its swing knows nothing
-    assert torch.equal(changed._swing(torch.tensor([0])), swings[:1])
+    assert torch.equal(changed._swing(changed._rows(torch.tensor([0]))), swings[:1])
     # Drawn to zero by SHRINK.
     expected = found if found == 0.5 else found / (1 + SHRINK)
     torch.testing.assert_close(swings, torch.full_like(swings, expected))

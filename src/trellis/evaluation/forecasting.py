@@ -28,7 +28,7 @@ from .. import checks
 from ..figures import figure
 from ..files import sha256_of, write_json
 from ..forecasting.baselines import nlinear, repeat_last
-from ..forecasting.fitting import FitOptions, fit, point_of
+from ..forecasting.fitting import FitOptions, fit, point_of, window_batch
 from ..forecasting.model import ForecastConfig, ForecastModel, match_parameters
 from ..forecasting.series import read_benchmark
 from ..forecasting.windows import SHRINK, Benchmark, Errors, Windows, errors, split_of
@@ -211,8 +211,7 @@ class _Test:
             result |= stream_errors(model, self.benchmark, target)._asdict()
         else:
             with torch.no_grad():
-                size = max(1, 1024 // target.channels)
-                result |= errors(point_of(model), target, size)._asdict()
+                result |= errors(point_of(model), target, window_batch(target))._asdict()
             if isinstance(model, ForecastModel):
                 result["drawn"] = self.examples(model, validation, target)
         return result
@@ -236,7 +235,7 @@ class _Test:
         out, levels = model(lookback)[:, :, -1].sort(-1).values, model.config.quantiles
         if not levels:
             assert self.options is not None
-            size, most = max(1, 1024 // validation.channels), self.options.validation_windows
+            size, most = window_batch(validation), self.options.validation_windows
             far = [
                 (ahead - model(past)[..., 0])[:, :, -1]
                 for past, ahead in validation.batches(size, most)

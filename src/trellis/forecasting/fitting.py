@@ -313,7 +313,7 @@ def validate(model: nn.Module, windows: Windows, options: FitOptions) -> Errors:
     if getattr(getattr(model, "config", None), "normalizer", "window") == "running":
         assert isinstance(model, ForecastModel)
         return _errors_between_patches(model, windows, options.context)
-    return errors(point_of(model), windows, _window_batch(windows), options.validation_windows)
+    return errors(point_of(model), windows, window_batch(windows), options.validation_windows)
 
 
 def point_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -322,7 +322,7 @@ def point_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda lookback: model(lookback)[..., place]
 
 
-def _window_batch(windows: Windows) -> int:
+def window_batch(windows: Windows) -> int:
     """Windows at a time, so that about a thousand series are in memory."""
     return max(1, 1024 // windows.channels)
 

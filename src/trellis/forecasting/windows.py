@@ -184,7 +184,7 @@ class Windows:
         rows = self._rows(index)
         both = self.values[rows]
         if self.course is not None:
-            both = both - self._swing(index) * self.course.rows[rows]
+            both = both - self._swing(rows) * self.course.rows[rows]
         return both[:, : self.lookback], both[:, self.lookback :]
 
     def subtracted(self, index: Tensor) -> Tensor:
@@ -195,14 +195,15 @@ class Windows:
         rows = self._rows(index)
         if self.course is None:
             return torch.zeros_like(self.values[rows])
-        return (1 + self._swing(index)) * self.course.rows[rows]
+        return (1 + self._swing(rows)) * self.course.rows[rows]
 
     def _rows(self, index: Tensor) -> Tensor:
         return self.starts[index, None] + torch.arange(self.lookback + self.horizon)
 
-    def _swing(self, index: Tensor) -> Tensor:
+    def _swing(self, rows: Tensor) -> Tensor:
+        """The swing [B, 1, C] of the windows that have these rows [B, L + H]."""
         assert self.course is not None
-        past = self._rows(index)[:, : self.lookback]
+        past = rows[:, : self.lookback]
         whole = self.course.whole[past[:, :1]]
         return swing(self.values[past], self.course.rows[past], whole)
 
