@@ -52,6 +52,15 @@ def test_every_command_has_json_and_quiet():
         assert {"as_json", "quiet"} <= set(inspect.signature(command).parameters), command.__name__
 
 
+def test_help_keeps_brackets_and_wraps_paragraphs():
+    out = run("compare", "--help")
+    assert out.returncode == 0, out.stderr
+    assert "section [compare] names the variants" in out.stdout
+    assert "with or without [compare]" in out.stdout
+    text = " ".join(line.strip(" │") for line in out.stdout.splitlines())
+    assert "without it, all mixers are compared" in text
+
+
 def test_json_is_all_that_is_printed():
     from typer.testing import CliRunner
 

@@ -89,8 +89,18 @@ class Program(Typer):
     """A group of commands, each of which returns its result; see `reporting`."""
 
     def command(self, *arguments: Any, prints_result: bool = False, **options: Any) -> Any:
-        register = super().command(*arguments, **options)
-        return lambda command: register(reporting(command, prints_result))
+        def register(command: Callable[..., Any]) -> Any:
+            add = super(Program, self).command(*arguments, help=help_of(command), **options)
+            return add(reporting(command, prints_result))
+
+        return register
+
+
+def help_of(command: Callable[..., Any]) -> str:
+    """The docstring of a command as its help: a line for each paragraph, which the terminal's width
+    then wraps, and brackets that rich shows instead of taking them for its markup."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(text.split()) for text in paragraphs).replace("[", "\\[")
 
 
 def numbers(

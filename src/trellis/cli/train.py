@@ -90,7 +90,7 @@ def train(
 
 
 def compare(
-    recipe: Annotated[Path, Argument(help="A recipe (.toml), with or without [compare].")],
+    recipe: Annotated[Path, Argument(help="A recipe (.toml), with or without \\[compare].")],
     mixers: Annotated[
         str, Option(help="Names of variants or mixers, separated by commas; default: all.")
     ] = "",

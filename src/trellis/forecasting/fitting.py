@@ -132,6 +132,8 @@ def fit(
     if options.solve and isinstance(model, ForecastModel) and model.linear is not None:
         solve_linear(model, train, lambda: validate(model, validation, options).mse)
         solved = {f"linear.{name}" for name, _ in model.linear.named_parameters()}
+        # A map that stays as it is has no gradient, which would count when gradients are clipped.
+        model.linear.requires_grad_(options.linear_rate > 0)
     measure = loss_of(model, options.loss)
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, solved, options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from itertools import cycle, islice
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .. import checks
-from ..mixers import mixer_config
+from ..mixers import computed_fields, mixer_config
 from ..mixers.registry import check_name
 
 #: SwiGLU widths are rounded up to a multiple of this.
@@ -80,6 +81,16 @@ class TrellisConfig(PreTrainedConfig):
         for name in self._mixer_names:
             mixer_config(name, self.mixer_config.get(name, {}))
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, *arguments: Any, **options: Any) -> None:
+        """Saves the configuration with every field of its mixers, also those left to defaults: a
+        saved model stays what it is when a later version has other defaults."""
+        whole = copy.deepcopy(self)
+        whole.mixer_config = {
+            name: computed_fields(name, self.mixer_config.get(name, {}))
+            for name in self._mixer_names
+        }
+        super(TrellisConfig, whole).save_pretrained(*arguments, **options)
 
     @property
     def _mixer_names(self) -> list[str]:
