@@ -21,8 +21,8 @@ from trellis.forecasting import (
     fit,
     fitting,
 )
-from trellis.forecasting.fitting import APART, pinball, solve_linear, validate
-from trellis.forecasting.windows import Errors, Windows
+from trellis.forecasting.fitting import APART, solve_linear, validate
+from trellis.forecasting.windows import Errors, Windows, pinball
 
 SMALL = ["--set", "dim=16", "--set", "layers=1", "--set", "heads=2", "--set", "patch=4"]
 QUICK = ["--set", "steps=6", "--set", "check_every=3", "--set", "batch=16"]
@@ -145,7 +145,7 @@ def test_maps_of_their_own_are_the_solutions_of_their_channels(monkeypatch):
 
 
 def test_quantiles_spread_after_training():
-    """Before the first step all quantiles are the same; that look is never the one kept."""
+    """Before the first step all quantiles are the same, which has the highest pinball loss."""
     config = ForecastConfig(
         horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, quantiles=(0.1, 0.5, 0.9)
     )
@@ -154,9 +154,13 @@ def test_quantiles_spread_after_training():
     train, validation = (Windows(values, [part], 24, 6) for part in ((0, 320), (296, 400)))
     found = fit(model, train, validation, FitOptions(steps=40, batch=32, check_every=20))
     assert found.best.step > 0
+    assert found.best.pinball == min(look.pinball for look in found.looks)
+    lookback, target = validation.take(torch.arange(len(validation)))
     with torch.no_grad():
-        low, _, high = model(validation.take(torch.arange(8))[0]).unbind(-1)
+        out = model(lookback)
+    low, _, high = out.unbind(-1)
     assert (high - low).mean() > 0.05
+    assert float(pinball(out, target, config.quantiles)) == pytest.approx(found.best.pinball)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])

@@ -163,10 +163,10 @@ def test_repeat_last_on_published_files(name):
     benchmark = Benchmark(values, split_of(path))
     for horizon, expected in zip((96, 192, 336, 720), ANCHORS[name]):
         test = benchmark.windows("test", 96, horizon)
-        assert tuple(round(x, 3) for x in errors(repeat_last(horizon), test)) == expected
+        assert tuple(round(x, 3) for x in errors(repeat_last(horizon), test)[:2]) == expected
     assert len(benchmark.windows("test", 96, 96)) == WINDOWS[name]
     if name == "ETTh1":
         found = errors(
             nlinear(benchmark.windows("train", 96, 96)), benchmark.windows("test", 96, 96)
         )
-        assert tuple(round(x, 3) for x in found) == (0.383, 0.392)
+        assert tuple(round(x, 3) for x in found[:2]) == (0.383, 0.392)

@@ -31,7 +31,7 @@ from ..forecasting.baselines import nlinear, repeat_last
 from ..forecasting.fitting import FitOptions, fit, point_of, window_batch
 from ..forecasting.model import ForecastConfig, ForecastModel, match_parameters
 from ..forecasting.series import read_benchmark
-from ..forecasting.windows import SHRINK, Benchmark, Errors, Windows, errors, split_of
+from ..forecasting.windows import SHRINK, Benchmark, Errors, ErrorSums, Windows, errors, split_of
 from ..mixers import MIXERS
 from .runner import Job, Record, Records, Report, Table, slug
 
@@ -292,15 +292,11 @@ def stream_errors(model: ForecastModel, benchmark: Benchmark, target: Windows) -
     first, stop = begin + target.lookback, end - target.horizon
     rows = benchmark.values
     state = model.observe(rows[:first].T, model.init_state(rows.shape[1]))
-    squared = absolute = 0.0
+    sums = ErrorSums()
     for row in range(first, stop + 1):
-        out = model.forecast(state)[..., model.config.point]
-        difference = (out - rows[row : row + target.horizon].T).double()
-        squared += float(difference.square().sum())
-        absolute += float(difference.abs().sum())
+        sums.add(model.forecast(state)[..., model.config.point], rows[row : row + target.horizon].T)
         state = model.observe(rows[row : row + 1].T, state)
-    total = len(target) * target.horizon * rows.shape[1]
-    return Errors(squared / total, absolute / total)
+    return sums.errors()
 
 
 def build(kind: Any, given: dict[str, Any]) -> Any:

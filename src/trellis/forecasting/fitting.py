@@ -16,7 +16,7 @@ from .. import checks
 from ..training.optimization import decayed_names
 from .baselines import RIDGE
 from .model import ForecastModel, Level, window_level
-from .windows import Errors, Windows, errors
+from .windows import Errors, ErrorSums, Windows, errors, pinball
 
 LOSSES = ("mse", "mae", "huber")
 #: Weights of the squared difference of a channel's linear map from the one that all share, of which
@@ -35,7 +35,8 @@ class FitOptions:
         all of them, as a half cosine. weight_decay: of AdamW.
     loss: of a model with one output; a model with quantiles takes the pinball loss.
     check_every: steps between looks at the validation error. patience: looks without a better one
-        after which training ends. The weights of the best look are kept.
+        after which training ends. The weights of the best look are kept: the one with the lowest
+        squared error or, for quantiles, the lowest pinball loss.
     validation_windows: windows of a look, spread evenly over the validation part; None takes all.
     context: with the running normaliser, the rows that a training segment has.
     clip: the largest norm of the gradient.
@@ -76,12 +77,17 @@ class FitOptions:
 
 
 class Look(NamedTuple):
-    """One look at the validation part."""
+    """One look at the validation part; the last three are those of Errors."""
 
     step: int
     loss: float | None  # of the training steps since the look before; None before the first
     mse: float
     mae: float
+    pinball: float | None = None
+
+    @property
+    def errors(self) -> Errors:
+        return Errors(self.mse, self.mae, self.pinball)
 
 
 class Fit(NamedTuple):
@@ -130,7 +136,7 @@ def fit(
     model.eval()
     solved: set[str] = set()
     if options.solve and isinstance(model, ForecastModel) and model.linear is not None:
-        solve_linear(model, train, lambda: validate(model, validation, options).mse)
+        solve_linear(model, train, lambda: validate(model, validation, options).score)
         solved = {f"linear.{name}" for name, _ in model.linear.named_parameters()}
         # A map that stays as it is has no gradient, which would count when gradients are clipped.
         model.linear.requires_grad_(options.linear_rate > 0)
@@ -140,11 +146,8 @@ def fit(
         lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95),
     )  # fmt: skip
     found = validate(model, validation, options)
-    looks = [Look(0, None, found.mse, found.mae)]
-    # Quantiles are all the same before the first step, which the error of their median does not
-    # tell: such a model is trained for one look at least.
-    spreads = bool(getattr(getattr(model, "config", None), "quantiles", ()))
-    best = Look(0, None, math.inf, math.inf) if spreads else looks[0]
+    looks = [Look(0, None, *found)]
+    best = looks[0]
     kept = copy.deepcopy(model.state_dict())
     total, since = 0.0, 0
     for step in range(1, options.steps + 1):
@@ -174,14 +177,14 @@ def fit(
             continue
         model.eval()
         found = validate(model, validation, options)
-        look = Look(step, total / since, found.mse, found.mae)
+        look = Look(step, total / since, *found)
         looks.append(look)
         total, since = 0.0, 0
         say(
             f"step {step}/{options.steps}  loss {look.loss:.4f}  validation MSE {look.mse:.4f}  "
             f"MAE {look.mae:.4f}  {time.monotonic() - start:.0f} s"
         )
-        if look.mse < best.mse or math.isnan(best.mse):
+        if look.errors.score < best.errors.score or math.isnan(best.errors.score):
             best, kept = look, copy.deepcopy(model.state_dict())
         elif sum(later.step > best.step for later in looks) >= options.patience:
             break
@@ -295,18 +298,11 @@ def rate_of(step: int, options: FitOptions) -> float:
 
 def loss_of(model: nn.Module, name: str) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of forecasts [..., outputs] against targets [...]."""
-    levels = getattr(getattr(model, "config", None), "quantiles", ())
+    levels = levels_of(model)
     if levels:
         return lambda out, target: pinball(out, target, levels)
     plain: nn.Module = {"mse": nn.MSELoss, "mae": nn.L1Loss, "huber": nn.HuberLoss}[name]()
     return lambda out, target: plain(out[..., 0], target)
-
-
-def pinball(out: Tensor, target: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """Twice the mean pinball loss of quantiles [..., Q]; for the median it is the MAE."""
-    level = out.new_tensor(levels)
-    short = target[..., None] - out
-    return 2 * torch.maximum(level * short, (level - 1) * short).mean()
 
 
 @torch.no_grad()
@@ -315,7 +311,15 @@ def validate(model: nn.Module, windows: Windows, options: FitOptions) -> Errors:
     if getattr(getattr(model, "config", None), "normalizer", "window") == "running":
         assert isinstance(model, ForecastModel)
         return _errors_between_patches(model, windows, options.context)
-    return errors(point_of(model), windows, window_batch(windows), options.validation_windows)
+    levels = levels_of(model)
+    forecast = model if levels else point_of(model)
+    size, most = window_batch(windows), options.validation_windows
+    return errors(forecast, windows, size, most, levels)
+
+
+def levels_of(model: nn.Module) -> tuple[float, ...]:
+    """The levels of the quantiles that a model forecasts; empty for points."""
+    return getattr(getattr(model, "config", None), "quantiles", ())
 
 
 def point_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -367,8 +371,7 @@ def _errors_between_patches(model: ForecastModel, windows: Windows, context: int
     where the stretch begins if the rows before it are of another series.
     """
     patch, lookback, horizon = model.config.patch, windows.lookback, windows.horizon
-    squared = absolute = 0.0
-    count = 0
+    sums = ErrorSums(levels_of(model))
     for begin, end in windows.spans:
         first, stop = begin + lookback, end - horizon  # rows before the first and last target
         if stop < first:
@@ -376,11 +379,8 @@ def _errors_between_patches(model: ForecastModel, windows: Windows, context: int
         start = max(0, first - context) if len(windows.spans) == 1 else begin
         rows = windows.values[start:stop].T
         places = torch.arange(-(-(first - start) // patch) - 1, rows.shape[1] // patch)
-        out = model.forecasts_within(rows, places)[:, :, :, model.config.point]
+        out = model.forecasts_within(rows, places)
         ends = torch.cat([(places + 1) * patch, torch.tensor([rows.shape[1]])])
         target = windows.values[start + ends[:, None] + torch.arange(horizon)]
-        difference = (out - target.permute(2, 0, 1)).double()
-        squared += float(difference.square().sum())
-        absolute += float(difference.abs().sum())
-        count += difference.numel()
-    return Errors(squared / count, absolute / count)
+        sums.add(out if sums.levels else out[..., 0], target.permute(2, 0, 1))
+    return sums.errors()

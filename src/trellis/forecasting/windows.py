@@ -253,21 +253,64 @@ class Benchmark:
 
 
 class Errors(NamedTuple):
-    """Mean squared and mean absolute error over windows x horizon x channels."""
+    """Means over windows x horizon x channels: of the squared and the absolute error, and of the
+    pinball loss of quantiles, which is None for forecasts of a single number."""
 
     mse: float
     mae: float
+    pinball: float | None = None
+
+    @property
+    def score(self) -> float:
+        """What a forecaster is chosen by: the pinball loss of quantiles, else the squared error."""
+        return self.mse if self.pinball is None else self.pinball
+
+
+class ErrorSums:
+    """Errors that are summed up batch by batch."""
+
+    def __init__(self, levels: tuple[float, ...] = ()):
+        """levels: those of the quantiles that are forecast, with 0.5 among them; empty for points.
+        The errors are then those of the median."""
+        self.levels = levels
+        self.squared = self.absolute = self.pinball = 0.0
+        self.count = 0
+
+    def add(self, out: Tensor, target: Tensor) -> None:
+        """Adds forecasts of targets [...]: points [...], or quantiles [..., Q]."""
+        if self.levels:
+            self.pinball += float(pinball(out.double(), target, self.levels)) * target.numel()
+            out = out[..., self.levels.index(0.5)]
+        difference = (out - target).double()
+        self.squared += float(difference.square().sum())
+        self.absolute += float(difference.abs().sum())
+        self.count += target.numel()
+
+    def errors(self) -> Errors:
+        quantiles = self.pinball / self.count if self.levels else None
+        return Errors(self.squared / self.count, self.absolute / self.count, quantiles)
+
+
+def pinball(out: Tensor, target: Tensor, levels: tuple[float, ...]) -> Tensor:
+    """Twice the mean pinball loss of quantiles [..., Q]; for the median it is the MAE."""
+    level = out.new_tensor(levels)
+    short = target[..., None] - out
+    return 2 * torch.maximum(level * short, (level - 1) * short).mean()
 
 
 def errors(
-    forecast: Callable[[Tensor], Tensor], windows: Windows, size: int = 256, most: int | None = None
+    forecast: Callable[[Tensor], Tensor],
+    windows: Windows,
+    size: int = 256,
+    most: int | None = None,
+    levels: tuple[float, ...] = (),
 ) -> Errors:
-    """The errors of `forecast`, a map from lookbacks [B, L, C] to points [B, H, C]."""
-    squared = absolute = 0.0
-    count = 0
+    """The errors of `forecast`, a map from lookbacks [B, L, C] to points [B, H, C], or to the
+    quantiles [B, H, C, Q] at the levels.
+
+    size: windows at a time. most: so many windows, spread evenly; None takes all.
+    """
+    sums = ErrorSums(levels)
     for lookback, target in windows.batches(size, most):
-        difference = (forecast(lookback) - target).double()
-        squared += float(difference.square().sum())
-        absolute += float(difference.abs().sum())
-        count += difference.numel()
-    return Errors(squared / count, absolute / count)
+        sums.add(forecast(lookback), target)
+    return sums.errors()
