@@ -46,9 +46,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 PEER_FIT = {"loss": "mae", "weight_decay": 0.0, "check_every": 100, "validation_windows": 600}
 #: The recipe of all tables, chosen on the validation part of ETTh1; docs/lab-notebook.md has what
 #: was tried. Patches are an eighth of the lookback, but at least SMALLEST_PATCH rows.
-MODEL = {
-    "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3, "by_channel": True, "mix_channels": True,
-}  # fmt: skip
+MODEL = {"dim": 64, "layers": 1, "heads": 4, "dropout": 0.3, "by_channel": True}
 SMALLEST_PATCH = 16
 FIT = {
     "loss": "huber", "steps": 1500, "learning_rate": 1e-3, "check_every": 25, "patience": 8,
