@@ -176,6 +176,7 @@ def test_a_solved_map_is_trained_at_its_own_rate(rate, monkeypatch):
     moved = (model.linear.weight - solved.linear.weight).abs().max()
     assert model.head.weight.abs().max() > 0
     assert (moved > 0) == (rate > 0)
+    assert (model.linear.weight.grad is None) == (rate == 0)  # else it counts in the clipped norm
     assert moved <= 3 * rate * options.learning_rate * 1.1
 
 
