@@ -469,6 +469,10 @@ def test_the_progress_line(trained, terminal, monkeypatch):
     assert "3 skipped" in out.written
     assert out.written.startswith("\r") == terminal
     assert (clock(67.4), clock(3723)) == ("1:07", "1:02:03")
+    # An error of mixers is no loss of text and has no perplexity.
+    ProgressLine(20, out, of_text=False).show({**record, "loss": 0.5})
+    assert "loss 0.5000  " in out.written
+    assert out.written.count("perplexity") == 1
 
 
 def test_validating_on_another_folder(corpus, tmp_path):

@@ -49,6 +49,10 @@ def convert(
         int,
         Option(help="Rank of what is trained beside the new mixers; 0: all weights.", min=0),
     ] = 0,
+    precision: Annotated[
+        str,
+        Option(help="fp32, bf16 (fast on processors that have it), or auto: bf16 on a GPU."),
+    ] = "auto",
     validation_tokens: Annotated[
         int, Option(help="About how many held-out tokens are measured on.", min=2)
     ] = 32768,
@@ -80,6 +84,7 @@ def convert(
         mixer=mixer, fields=fields, keep_attention=keep_attention, window=window, lora=lora,
         layers=None if layers == "all" else options.numbers("layers", layers, 0, instead="all"),
         seed=seed, validation_tokens=validation_tokens, batch_tokens=batch_tokens,
+        precision=precision,
         steps=options.numbers("steps", steps, 0), rates=_rates(rates),
         contexts=options.numbers("contexts", contexts, 2),
     )  # fmt: skip

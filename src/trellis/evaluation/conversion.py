@@ -45,9 +45,9 @@ from ..models.pretrained import (
     replaced,
 )
 from ..training import checkpoint as checkpoints
-from ..training.distillation import Teacher, check_vocabulary, load_pretrained
+from ..training.distillation import Teacher, check_vocabulary
 from ..training.metrics import read_metrics
-from ..training.recipe import Recipe, from_dict
+from ..training.recipe import PRECISIONS, Recipe, from_dict
 from ..training.run import (
     RECIPE,
     check_new,
@@ -80,6 +80,8 @@ class Conversion:
     lora: in stages 2 and 3, the rank of what is trained beside the new mixers; 0 trains all.
     validation_tokens: of the held-out text, about so many are measured on.
     batch_tokens: tokens of a step.
+    precision: of training, "fp32", "bf16" or "auto": bf16 on a GPU. What is measured at the end is
+        measured in fp32.
     steps, rates, contexts: of the stages; a stage of 0 steps is left out.
     """
 
@@ -92,6 +94,7 @@ class Conversion:
     seed: int = 0
     validation_tokens: int = 32768
     batch_tokens: int = 4096
+    precision: str = "auto"
     steps: list[int] = field(default_factory=lambda: [300, 300, 100])
     rates: list[float] = field(default_factory=lambda: [1e-2, 2e-3, 5e-4])
     contexts: list[int] = field(default_factory=lambda: [256, 256, 512])
@@ -112,6 +115,7 @@ class Conversion:
         for rate in self.rates:
             checks.positive("--rates", rate)
         checks.at_least("--window", self.window, 0)
+        checks.choice("--precision", self.precision, PRECISIONS)
         checks.at_least("--batch-tokens", self.batch_tokens, max(self.contexts))
         for layer in self.chosen(layers):
             if not 0 <= layer < layers:
@@ -348,6 +352,7 @@ def _recipe(
             "learning_rate": chosen.rates[number], "weight_decay": 0.0,
             "micro_tokens": min(chosen.batch_tokens, tokens),
             "lora": 0 if stage == "align" else chosen.lora,
+            "precision": chosen.precision,
         },
         "distill": {"teacher": str((out / "teacher").resolve()), "loss": loss},
         "log": {
@@ -409,24 +414,20 @@ class _Run:
         return kept
 
     def _costs(self, source: Path, layers: list[int]) -> dict[int, float]:
-        """For each layer, KL(teacher || teacher with only this layer replaced), nats per token."""
+        """For each layer, KL(teacher || teacher with only this layer replaced), nats per token.
+
+        It is measured on text to train on: what is held out has no say in which layers are kept.
+        """
         path = self.out / "costs.json"
         if not path.is_file():
             aligned, _ = load_run(source)
-            probe = load_pretrained(self.out / "teacher").eval()
             teacher = Teacher(str(self.out / "teacher"), self.corpus, torch.device("cpu"))
-            found = {}
-            for layer in layers:
-                block: Any = probe.model.layers[layer]
-                other: Any = aligned.model.layers[layer]
-                attention, block.mixer = block.mixer, other.mixer
-                context = self.chosen.contexts[0]
-                compared = teacher.compare(
-                    probe, self.corpus.validation, context, self.chosen.validation_tokens,
-                    max(1, LOGITS // self.corpus.vocab_size // context), mixers=False,
-                )  # fmt: skip
-                block.mixer = attention
-                found[layer] = compared["validation_kl"]
+            context = self.chosen.contexts[0]
+            rows = max(1, LOGITS // self.corpus.vocab_size // context)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.chosen.precision == "bf16"):
+                found = teacher.costs(
+                    aligned, layers, self.corpus.train, context, self.chosen.validation_tokens, rows
+                )
             write_json(path, found)
         costs = {int(layer): cost for layer, cost in parse_json(path.read_text()).items()}
         self.say("KL to the teacher, in nats per token, if one layer alone is replaced:")
@@ -528,7 +529,7 @@ def bypass(
     for name, network, switched in cases:
         with switched():
             model = EvaluatedModel(name, network, tokenizer, {})
-            texts = texts or held_out(model, stream, tokens)
+            texts = texts or held_out(model, stream, tokens, max(contexts))
             for context in contexts:
                 result = ppl.perplexity(model, texts, context, beyond=window)
                 found.append({"model": name, "context": context, **result})
@@ -536,17 +537,26 @@ def bypass(
     return found
 
 
-def held_out(model: EvaluatedModel, stream: TokenStream, tokens: int) -> list[ppl.Text]:
-    """Documents of a stream, the first about `tokens` tokens of it, each after a starting token."""
+def held_out(
+    model: EvaluatedModel, stream: TokenStream, tokens: int, longest: int
+) -> list[ppl.Text]:
+    """The beginnings of documents of a stream, about `tokens` tokens, each after a starting token.
+
+    longest: the longest context that is measured. Of a document no more is taken than that, or its
+    share of all tokens if that is more, so that a few long books all have their part.
+    """
     texts: list[ppl.Text] = []
+    ends = stream.ends.tolist()
+    most = max(longest, tokens // len(ends))
     start = 0
-    for end in stream.ends.tolist():
-        ids = stream.read(start, min(end, start + tokens)).tolist()
+    for end in ends:
+        stop = min(end, start + min(most, tokens))
+        ids = stream.read(start, stop).tolist()
         if ids and ids[-1] == model.tokenizer.end_of_document:
             ids = ids[:-1]
         size = len(model.tokenizer.decode(ids).encode())
         texts.append(ppl.Text([*model.start, *ids], size))
-        tokens -= end - start
+        tokens -= stop - start
         start = end
         if tokens <= 0:
             break

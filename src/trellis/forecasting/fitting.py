@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .. import checks
 from ..training.optimization import decayed_names
@@ -40,6 +41,8 @@ class FitOptions:
     validation_windows: windows of a look, spread evenly over the validation part; None takes all.
     context: with the running normaliser, the rows that a training segment has.
     clip: the largest norm of the gradient.
+    average: the decay of a running mean of the weights, such as 0.99 for about the last 100 steps.
+        It is that mean which is looked at and kept; 0 takes the weights as they are.
     solve: whether the model's linear map of the lookback starts as the least-squares solution over
         the training part, which has a closed form; the blocks then learn what it leaves.
     linear_rate: the learning rate of a map that was solved, as a multiple of `learning_rate`; 0
@@ -58,6 +61,7 @@ class FitOptions:
     validation_windows: int | None = 1000
     context: int = 512
     clip: float = 1.0
+    average: float = 0.0
     solve: bool = True
     linear_rate: float = 0.0
     seed: int = 0
@@ -72,6 +76,7 @@ class FitOptions:
         checks.at_least("linear_rate", self.linear_rate, 0, whole=False)
         checks.positive("clip", self.clip)
         checks.share("warmup", self.warmup)
+        checks.share("average", self.average)
         checks.flag("solve", self.solve)
         checks.choice("loss", self.loss, LOSSES)
 
@@ -145,6 +150,7 @@ def fit(
         _parameter_groups(model, solved, options),
         lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95),
     )  # fmt: skip
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.average)).eval()
     found = validate(model, validation, options)
     looks = [Look(0, None, *found)]
     best = looks[0]
@@ -171,12 +177,12 @@ def fit(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
+        mean.update_parameters(model)
         total, since = total + float(loss.detach()), since + 1
         advance(1)
         if step % options.check_every and step < options.steps:
             continue
-        model.eval()
-        found = validate(model, validation, options)
+        found = validate(mean.module, validation, options)
         look = Look(step, total / since, *found)
         looks.append(look)
         total, since = 0.0, 0
@@ -185,7 +191,7 @@ def fit(
             f"MAE {look.mae:.4f}  {time.monotonic() - start:.0f} s"
         )
         if look.errors.score < best.errors.score or math.isnan(best.errors.score):
-            best, kept = look, copy.deepcopy(model.state_dict())
+            best, kept = look, copy.deepcopy(mean.module.state_dict())
         elif sum(later.step > best.step for later in looks) >= options.patience:
             break
     model.load_state_dict(kept)

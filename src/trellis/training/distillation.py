@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..data.batches import Batch, assemble, validation_windows
+from ..data.batches import Batch, Stream, assemble, validation_windows
 from ..data.shards import Corpus
 from ..data.tokenizer import FILE_NAME, TextTokenizer, load_tokenizer
 from ..mixers import Mixer, TransformerMixer
@@ -99,21 +99,36 @@ class Teacher:
             x, wanted = seen[i]
             block: Any = student.model.layers[i]
             mixed, _ = block.mixer(x, None, batch.model_inputs()["cu_seqlens"])
-            found[i] = (mixed - wanted).square().sum() / wanted.square().sum()
+            wanted = wanted.float()  # as squares and their sums are to be, also under autocast
+            found[i] = (mixed.float() - wanted).square().sum() / wanted.square().sum()
         return found
 
     def divergence(self, called: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sums over the predicted tokens of a batch: KL(teacher || student), the teacher's loss."""
+        log_p, targets = self._log_probabilities(batch)
         inputs = batch.model_inputs()
-        targets = inputs.pop("targets").flatten()
-        real = targets != IGNORED
+        real = inputs.pop("targets").flatten() != IGNORED
         ours = called(**inputs, use_cache=False, logits_to_keep=0).logits.flatten(0, 1)[real]
-        theirs = self._read(self.model, batch, logits_to_keep=0).logits.flatten(0, 1)[real]
-        log_p, log_q = theirs.float().log_softmax(-1), ours.float().log_softmax(-1)
         return (
-            F.kl_div(log_q, log_p, log_target=True, reduction="sum"),
-            F.nll_loss(log_p, targets[real], reduction="sum"),
+            _divergence(log_p, ours.float().log_softmax(-1)),
+            F.nll_loss(log_p, targets, reduction="sum"),
         )
+
+    def _log_probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The teacher's log probabilities [N, vocabulary] of the N predicted tokens [N]."""
+        targets = batch.model_inputs()["targets"].flatten()
+        real = targets != IGNORED
+        logits = self._read(self.model, batch, logits_to_keep=0).logits.flatten(0, 1)[real]
+        return logits.float().log_softmax(-1), targets[real]
+
+    def _batches(self, stream: Stream, context: int, tokens: int, rows: int) -> Iterator[Batch]:
+        """Windows that lie evenly over a stream, about `tokens` tokens, `rows` at a time."""
+        context = min(context, stream.tokens - 1)
+        starts = validation_windows(stream, context, tokens)
+        device = next(self.model.parameters()).device
+        for begin in range(0, len(starts), rows):
+            places = [(stream, start) for start in starts[begin : begin + rows]]
+            yield assemble(places, context).to(device)
 
     def _read(self, model: nn.Module, batch: Batch, **options: Any) -> Any:
         inputs = batch.model_inputs()
@@ -124,8 +139,30 @@ class Teacher:
             return model(**inputs, use_cache=False, **options)
 
     @torch.no_grad()
+    def costs(
+        self, student: TrellisForCausalLM, layers: list[int], stream: Stream, context: int,
+        tokens: int, rows: int,
+    ) -> dict[int, float]:  # fmt: skip
+        """For each of the layers, KL(teacher || teacher with only this layer's mixer replaced by
+        the student's), in nats per token, on about `tokens` tokens of a stream."""
+        sums = dict.fromkeys(layers, 0.0)
+        count = 0
+        blocks: Any = self.model.model.layers
+        others: Any = student.model.layers
+        for batch in self._batches(stream, context, tokens, rows):
+            log_p, targets = self._log_probabilities(batch)
+            for layer in layers:
+                own = blocks[layer].mixer
+                blocks[layer].mixer = others[layer].mixer
+                log_q, _ = self._log_probabilities(batch)
+                blocks[layer].mixer = own
+                sums[layer] += float(_divergence(log_p, log_q))
+            count += len(targets)
+        return {layer: total / count for layer, total in sums.items()}
+
+    @torch.no_grad()
     def compare(
-        self, student: TrellisForCausalLM, stream: Any, context: int, tokens: int, rows: int,
+        self, student: TrellisForCausalLM, stream: Stream, context: int, tokens: int, rows: int,
         mixers: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """How far the student is from the teacher on about `tokens` tokens of a stream.
@@ -133,15 +170,10 @@ class Teacher:
         validation_kl and teacher_validation_loss are in nats per token. mixers: also the errors of
         the student's mixers, alone, by layer.
         """
-        context = min(context, stream.tokens - 1)
-        starts = validation_windows(stream, context, tokens)
         kl = loss = 0.0
         count, batches = 0, 0
         errors: dict[int, float] = {}
-        device = next(student.parameters()).device
-        for begin in range(0, len(starts), rows):
-            places = [(stream, start) for start in starts[begin : begin + rows]]
-            batch = assemble(places, context).to(device)
+        for batch in self._batches(stream, context, tokens, rows):
             found = self.divergence(student, batch)
             kl, loss, count = kl + float(found[0]), loss + float(found[1]), count + batch.predicted
             batches += 1
@@ -154,6 +186,11 @@ class Teacher:
         if mixers:
             result["mixer_errors"] = {str(i): error / batches for i, error in errors.items()}
         return result
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The sum over rows of KL(p || q)."""
+    return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
 
 def said(found: dict[str, Any]) -> str:

@@ -123,7 +123,7 @@ class Trainer:
             TrainingStopped: too many steps in a row were not finite, or a file cannot be written.
         """
         recipe, group = self.recipe, self.group
-        line = ProgressLine(recipe.steps)
+        line = ProgressLine(recipe.steps, of_text=recipe.distill.loss == "text")
         say = line.say if group.first else (lambda text: None)
         peak = self._peak()
         self._introduce(say, peak)
@@ -175,7 +175,8 @@ class Trainer:
             )
         skipped = f"; {self.bad_steps} of {self.step} steps were skipped" if self.bad_steps else ""
         say(f"finished: {self.run_folder}{skipped}")
-        say(f'next: trellis generate {self.run_folder} --prompt "...", or trellis eval --help')
+        if recipe.distill.teacher is None:
+            say(f'next: trellis generate {self.run_folder} --prompt "...", or trellis eval --help')
         return None
 
     def dry_run(self, steps: int = 3) -> dict[str, Any]:

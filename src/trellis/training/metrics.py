@@ -134,10 +134,13 @@ def check_tensorboard() -> None:
 
 
 class ProgressLine:
-    """The progress of a run: one line that is overwritten on a terminal, else a line per record."""
+    """The progress of a run: one line that is overwritten on a terminal, else a line per record.
 
-    def __init__(self, steps: int, out: TextIO | None = None):
-        self.steps = steps
+    of_text: whether the loss is that of text, in nats per token, which has a perplexity.
+    """
+
+    def __init__(self, steps: int, out: TextIO | None = None, of_text: bool = True):
+        self.steps, self.of_text = steps, of_text
         self.out = out or sys.stdout
         self.over = self.out.isatty()
         self.open = False  # whether the cursor stands at the end of a progress line
@@ -146,7 +149,8 @@ class ProgressLine:
         timing, loss = record["timing"], record["loss"]
         parts = [
             f"step {record['step']:>{len(str(self.steps))}}/{self.steps}",
-            "no loss" if loss is None else f"loss {loss:.4f}  perplexity {perplexity_text(loss)}",
+            "no loss" if loss is None else f"loss {loss:.4f}",
+            *([f"perplexity {perplexity_text(loss)}"] if self.of_text and loss is not None else []),
             f"{timing['tokens_per_second']:,.0f} tokens/s",
             f"{timing['utilisation']:.0%} of peak",
             f"{timing['memory_bytes'] / 2**30:.2f} GiB",

@@ -32,6 +32,9 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
 @dataclass
 class ModelSection:
     """[model]: the model.
@@ -184,7 +187,7 @@ class TrainSection:
             raise ValueError("exactly one of train.steps and train.tokens must be given")
         if (self.rows is None) == (self.batch_tokens is None):
             raise ValueError("exactly one of train.rows and train.batch_tokens must be given")
-        checks.choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
+        checks.choice("train.precision", self.precision, PRECISIONS)
         checks.choice("train.strategy", self.strategy, ("ddp", "fsdp"))
         checks.choice("train.device", self.device, ("auto", "cpu", "cuda", "mps"))
         for name in ("steps", "rows", "micro_tokens", "sequence_parallel", "max_bad_steps"):
