@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from trellis.cli import app
 from trellis.data import prepare_corpus, train_tokenizer
+from trellis.data.batches import validation_windows
 from trellis.data.tokenizer import load_tokenizer, read_llama2c_tokenizer
 from trellis.evaluation import conversion, ppl
 from trellis.evaluation.conversion import Conversion, memory_off, open_pretrained, windows
@@ -114,6 +115,54 @@ def test_every_stage_comes_closer_to_the_teacher(converted):
     assert report.found["kept"] == [max(costs, key=costs.get)]
     assert any("layer 2: " in line for line in said)
     assert sorted(report.found["mixers"]) == ["transformer", "trellis", "trellis"]
+
+
+def test_the_cost_of_a_layer_is_what_replacing_it_alone_costs(converted, corpus):
+    out, report, _ = converted
+    teacher, aligned = (load_run(out / name)[0].eval() for name in ("teacher", "align"))
+    # The windows of 32 tokens that lie evenly over the text to train on.
+    starts = validation_windows(corpus.train, 32, SMALL["validation_tokens"])
+    ids = torch.stack([torch.from_numpy(corpus.train.read(s, s + 33)).long() for s in starts])
+    with torch.no_grad():
+        before = teacher(ids[:, :-1]).logits.log_softmax(-1)
+        for layer, cost in report.found["costs"].items():
+            block = teacher.model.layers[int(layer)]
+            attention, block.mixer = block.mixer, aligned.model.layers[int(layer)].mixer
+            after = teacher(ids[:, :-1]).logits.log_softmax(-1)
+            block.mixer = attention
+            expected = (before.exp() * (before - after)).sum(-1).mean()
+            assert cost == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_what_is_held_out_is_measured_in_parts_of_every_document(corpus):
+    model = evaluated_model("trellis")
+    ends = corpus.validation.ends.tolist()
+    assert len(ends) > 1
+    texts = conversion.held_out(model, corpus.validation, 20 * len(ends), 8)
+    assert [len(text.ids) - len(model.start) for text in texts] == [20] * len(ends)
+    whole = corpus.validation.read(0, corpus.validation.tokens).tolist()
+    for text, start in zip(texts, [0, *ends]):
+        assert list(text.ids[len(model.start) :]) == whole[start : start + 20]
+    # No less of a document than the longest context, and no more in all than is asked for.
+    texts = conversion.held_out(model, corpus.validation, 40, 30)
+    assert [len(text.ids) - len(model.start) for text in texts] == [30, 10]
+
+
+def test_training_in_bf16(model, corpus, tmp_path):
+    quick = {**SMALL, "steps": [6, 2, 0], "precision": "bf16"}
+    out = tmp_path / "run"
+    conversion.convert(model, corpus.path, out, Conversion(keep_attention=1, **quick))
+    recipes = [
+        json.loads((out / stage / "recipe.json").read_text()) for stage in ("align", "distill")
+    ]
+    assert [recipe["train"]["precision"] for recipe in recipes] == ["bf16", "bf16"]
+    errors = [
+        list(record["mixer_errors"].values())
+        for line in (out / "align" / "metrics.jsonl").read_text().splitlines()
+        if "mixer_errors" in (record := json.loads(line))
+    ]
+    assert all(after < before for before, after in zip(errors[0], errors[-1]))
+    assert load_run(out / "model")[0].model.embed_tokens.weight.dtype == torch.float32
 
 
 def test_the_teacher_is_the_pretrained_model(converted, model):
@@ -315,6 +364,8 @@ def test_wrong_models_and_texts_are_refused(model, corpus, tmp_path):
            Conversion(mixer="nothing", **SMALL))  # fmt: skip
     expect(ValueError, "no field 'slot'", model, corpus.path, out,
            Conversion(fields={"slot": 1}, **SMALL))  # fmt: skip
+    expect(ValueError, "--precision must be one of auto, fp32, bf16", model, corpus.path, out,
+           Conversion(precision="half", **SMALL))  # fmt: skip
     expect(ValueError, "--steps must be 3 numbers", model, corpus.path, out,
            Conversion(**{**SMALL, "steps": [1, 2]}))  # fmt: skip
     expect(ValueError, "--lora must be at most the model's width", model, corpus.path, out,

@@ -193,6 +193,37 @@ def test_training_stops_early_and_keeps_the_best_weights():
     assert validate(model, validation, options).mse == pytest.approx(found.best.mse, rel=1e-5)
 
 
+def test_the_weights_that_are_kept_are_a_running_mean(monkeypatch):
+    train, validation = windows(rows=200)
+    config = ForecastConfig(horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2)
+    looks = []
+
+    def weights_of(average):
+        """The head's weights at each look of a training: those that are looked at."""
+        looks.clear()
+        torch.manual_seed(0)
+        model = ForecastModel(config)
+
+        def look(model, *arguments):
+            looks.append(model.head.weight.clone())
+            return Errors(100.0 - len(looks), 1.0)
+
+        monkeypatch.setattr(fitting, "validate", look)
+        options = FitOptions(steps=5, batch=16, check_every=1, average=average, solve=False)
+        fit(model, train, validation, options)
+        assert torch.equal(model.head.weight, looks[-1])
+        return looks[1:]
+
+    plain = weights_of(0.0)
+    mean = plain[0]  # after the first step
+    for number, (weight, found) in enumerate(zip(plain, weights_of(0.9))):
+        if number:
+            mean = mean + (1 - min(0.9, (1 + number) / (10 + number))) * (weight - mean)
+        assert torch.allclose(found, mean, atol=1e-6), number
+    with pytest.raises(ValueError, match="average must be a share"):
+        FitOptions(average=1.5)
+
+
 def test_a_seed_repeats_a_training():
     train, validation = windows(rows=200)
     losses = []

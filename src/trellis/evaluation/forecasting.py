@@ -43,14 +43,21 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nhits": ("NHITS", {"learning_rate": 1e-3, "steps": 1000}),
 }
 #: What both have by default.
-PEER_FIT = {"loss": "mae", "weight_decay": 0.0, "check_every": 100, "validation_windows": 600}
+PEER_FIT = {
+    "loss": "mae", "weight_decay": 0.0, "check_every": 100, "validation_windows": 600,
+    "average": 0.0,
+}  # fmt: skip
 #: The recipe of all tables, chosen on the validation part of ETTh1; docs/lab-notebook.md has what
 #: was tried. Patches are an eighth of the lookback, but at least SMALLEST_PATCH rows.
-MODEL = {"dim": 64, "layers": 1, "heads": 4, "dropout": 0.3, "by_channel": True}
+#: A lookback is a few patches, so memories are small: 4 heads of 16 channels and 16 slots.
+MODEL = {
+    "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3, "by_channel": True,
+    "mixer_config": {"shape": "model"},
+}  # fmt: skip
 SMALLEST_PATCH = 16
 FIT = {
-    "loss": "huber", "steps": 1500, "learning_rate": 1e-3, "check_every": 25, "patience": 8,
-    "validation_windows": 600,
+    "loss": "huber", "steps": 3000, "learning_rate": 1e-3, "check_every": 50, "patience": 10,
+    "validation_windows": 600, "average": 0.99,
 }  # fmt: skip
 #: Test windows that are drawn, spread evenly.
 DRAWN = 3

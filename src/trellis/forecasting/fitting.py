@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from .. import checks
 from ..training.optimization import decayed_names
@@ -41,8 +41,9 @@ class FitOptions:
     validation_windows: windows of a look, spread evenly over the validation part; None takes all.
     context: with the running normaliser, the rows that a training segment has.
     clip: the largest norm of the gradient.
-    average: the decay of a running mean of the weights, such as 0.99 for about the last 100 steps.
-        It is that mean which is looked at and kept; 0 takes the weights as they are.
+    average: the decay of a running mean of the weights: 0.99 for about the last 100 steps, or the
+        last ninth of all steps if that is less. It is that mean which is looked at and kept; 0
+        takes the weights as they are.
     solve: whether the model's linear map of the lookback starts as the least-squares solution over
         the training part, which has a closed form; the blocks then learn what it leaves.
     linear_rate: the learning rate of a map that was solved, as a multiple of `learning_rate`; 0
@@ -61,7 +62,7 @@ class FitOptions:
     validation_windows: int | None = 1000
     context: int = 512
     clip: float = 1.0
-    average: float = 0.0
+    average: float = 0.99
     solve: bool = True
     linear_rate: float = 0.0
     seed: int = 0
@@ -150,7 +151,7 @@ def fit(
         _parameter_groups(model, solved, options),
         lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95),
     )  # fmt: skip
-    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.average)).eval()
+    mean = AveragedModel(model, multi_avg_fn=_running_mean(options.average)).eval()
     found = validate(model, validation, options)
     looks = [Look(0, None, *found)]
     best = looks[0]
@@ -197,6 +198,19 @@ def fit(
     model.load_state_dict(kept)
     model.eval()
     return Fit(best, looks, time.monotonic() - start, time.process_time() - worked)
+
+
+def _running_mean(decay: float) -> Callable[[list[Tensor], list[Tensor], Tensor], None]:
+    """What AveragedModel does with its weights at every step. Early, the mean forgets faster."""
+
+    @torch.no_grad()
+    def update(means: list[Tensor], weights: list[Tensor], steps: Tensor) -> None:
+        count = int(steps)
+        share = 1 - min(decay, (1 + count) / (10 + count))
+        for mean, weight in zip(means, weights):
+            mean.lerp_(weight, share)
+
+    return update
 
 
 def _parameter_groups(
