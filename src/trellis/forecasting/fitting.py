@@ -200,11 +200,14 @@ def fit(
     return Fit(best, looks, time.monotonic() - start, time.process_time() - worked)
 
 
-def _running_mean(decay: float) -> Callable[[list[Tensor], list[Tensor], Tensor], None]:
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+def _running_mean(decay: float) -> Callable[[Tensors, Tensors, Tensor | int], None]:
     """What AveragedModel does with its weights at every step. Early, the mean forgets faster."""
 
     @torch.no_grad()
-    def update(means: list[Tensor], weights: list[Tensor], steps: Tensor) -> None:
+    def update(means: Tensors, weights: Tensors, steps: Tensor | int) -> None:
         count = int(steps)
         share = 1 - min(decay, (1 + count) / (10 + count))
         for mean, weight in zip(means, weights):
