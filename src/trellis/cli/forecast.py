@@ -113,6 +113,7 @@ def fit(
     from ..evaluation.forecasting import build
     from ..evaluation.runner import progress
     from ..forecasting import FitOptions, ForecastConfig, fit_file
+    from ..forecasting.fitting import Look
     from ..forecasting.forecaster import enough_rows
 
     if out.exists():
@@ -139,8 +140,7 @@ def fit(
     with progress(f"fit to {file.name}", options.steps) as advance:
         forecaster = fit_file(read, config, options, typer.echo, advance, cycle)
     forecaster.save(out)
-    best = forecaster.about["best"]
-    typer.echo(f"validation, scaled: MSE {best['mse']:.4f}, MAE {best['mae']:.4f}")
+    typer.echo(f"validation, scaled: {Look(**forecaster.about['best']).errors}")
     typer.echo(f"written to {out}")
     return {"out": out, **forecaster.about, "notes": read.notes}
 

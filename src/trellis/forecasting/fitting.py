@@ -188,8 +188,8 @@ def fit(
         looks.append(look)
         total, since = 0.0, 0
         say(
-            f"step {step}/{options.steps}  loss {look.loss:.4f}  validation MSE {look.mse:.4f}  "
-            f"MAE {look.mae:.4f}  {time.monotonic() - start:.0f} s"
+            f"step {step}/{options.steps}  loss {look.loss:.4f}  validation {look.errors}  "
+            f"{time.monotonic() - start:.0f} s"
         )
         if look.errors.score < best.errors.score or math.isnan(best.errors.score):
             best, kept = look, copy.deepcopy(mean.module.state_dict())

@@ -265,6 +265,10 @@ class Errors(NamedTuple):
         """What a forecaster is chosen by: the pinball loss of quantiles, else the squared error."""
         return self.mse if self.pinball is None else self.pinball
 
+    def __str__(self) -> str:
+        quantiles = "" if self.pinball is None else f"  pinball loss {self.pinball:.4f}"
+        return f"MSE {self.mse:.4f}  MAE {self.mae:.4f}{quantiles}"
+
 
 class ErrorSums:
     """Errors that are summed up batch by batch."""
