@@ -35,8 +35,7 @@ def waves(rows, channels=2):
     return np.sin(2 * np.pi * time / np.array([12, 20])[:channels]) + 0.1 * noise
 
 
-def wide(path, rows=200):
-    start = dt.datetime(2024, 1, 1)
+def wide(path, rows=200, start=dt.datetime(2024, 1, 1)):
     with path.open("w") as file:
         writer = csv.writer(file)
         writer.writerow(["when", "load", "heat"])
@@ -292,6 +291,22 @@ def test_fit_and_predict_a_long_file_with_new_series(tmp_path):
     rows = list(csv.reader(good("predict", model, other).stdout.splitlines()))
     assert rows[0] == ["unique_id", "ds", "y"]
     assert [row[0] for row in rows[1:]] == ["a"] * 4 + ["new"] * 4
+    ends = {
+        "a": dt.date(2024, 1, 1) + dt.timedelta(119),
+        "new": dt.date(2024, 1, 1) + dt.timedelta(79),
+    }
+    for number, row in enumerate(rows[1:]):
+        assert row[1].startswith(str(ends[row[0]] + dt.timedelta(1 + number % 4)))
+    # A new series is scaled by its own rows: ten times its numbers, ten times its forecast.
+    cells = [line.split(",") for line in lines]
+    large = [
+        f"new,{when},{10 * float(y)}" if name == "b" else f"{name},{when},{y}"
+        for name, when, y in cells
+    ]
+    other.write_text("\n".join(large))
+    again = list(csv.reader(good("predict", model, other).stdout.splitlines()))
+    for row, grown in zip(rows[5:], again[5:]):
+        assert float(grown[2]) == pytest.approx(10 * float(row[2]), rel=1e-2)
 
 
 def test_a_season_is_found_by_dates_and_forecast_at_the_right_hours(tmp_path):
@@ -327,22 +342,41 @@ def test_a_season_is_found_by_dates_and_forecast_at_the_right_hours(tmp_path):
 
 
 def test_a_streaming_forecaster_from_the_command_line(tmp_path):
-    data = wide(tmp_path / "data.csv")
+    data = wide(tmp_path / "data.csv", start=dt.datetime(2024, 1, 1, 5))
     model = tmp_path / "m.safetensors"
     good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, "--streaming",
          *SMALL, *QUICK, "--set", "context=64")  # fmt: skip
     loaded = Forecaster.load(model)
-    stream = StreamingForecaster(loaded)
+    assert loaded.season == 24
     with data.open() as file:
-        stream.observe([[float(x) for x in row[1:]] for row in list(csv.reader(file))[1:]])
+        rows = [[float(x) for x in row[1:]] for row in list(csv.reader(file))[1:]]
     printed = list(csv.reader(good("predict", model, data).stdout.splitlines()))
-    assert float(printed[1][1]) == pytest.approx(stream.forecast()[0, 0, 2], rel=1e-4)
+    for given in (
+        {"start": "2024-01-01 05:00"},
+        {"start": dt.datetime(2024, 1, 1, 5)},
+        {"place": 5},
+    ):
+        stream = StreamingForecaster(loaded, **given)
+        stream.observe(rows)
+        stream.observe(np.empty((0, 2)))
+        assert float(printed[1][1]) == pytest.approx(stream.forecast()[0, 0, 2], rel=1e-4)
+    for given, message in (
+        ({}, "season of 24 rows: give start, the date of the first row"),
+        ({"start": "yesterday"}, "a date must be like 2024-12-31 23:50:00; got 'yesterday'"),
+        ({"start": "2024-01-01 05:00+02:00"}, "has an offset from UTC; the dates in training had"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StreamingForecaster(loaded, **given)
 
 
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        (lambda text: text.replace("heat", "wind"), [], "must have the columns load, heat in this"),
+        (
+            lambda text: text.replace("heat", "wind"),
+            [],
+            "must have the columns load, heat; it lacks",
+        ),
         (lambda text: "\n".join(text.splitlines()[:20]), [], "has 19 rows; at least 24 are needed"),
         (lambda text: text, ["--columns", "load"], "must have the columns load, heat"),
         (lambda text: text.replace(":00:00", ":30:00", 1), [], "whole number of steps"),
@@ -360,6 +394,71 @@ def test_predict_refuses_files_that_do_not_fit(tmp_path, change, arguments, mess
     assert not (tmp_path / "out.csv").exists()
 
 
+def test_predict_takes_its_columns_from_a_file_with_more(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    rows = list(csv.reader(data.open()))
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(f"{when},{heat},7,{load}" for when, load, heat in rows))
+    other.write_text(other.read_text().replace("heat,7,load", "heat,wind,load", 1))
+    assert good("predict", model, other).stdout == good("predict", model, data).stdout
+
+
+@pytest.mark.parametrize(("first", "second"), [("", "+09:00"), ("+09:00", "")])
+def test_dates_with_and_without_an_offset_are_not_mixed_up(tmp_path, first, second):
+    data = wide(tmp_path / "data.csv")
+    model, other = tmp_path / "m.safetensors", tmp_path / "other.csv"
+    text = data.read_text()
+    data.write_text(text.replace(":00:00,", f":00:00{first},"))
+    other.write_text(text.replace(":00:00,", f":00:00{second},"))
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    assert "from UTC; those in training had" in str(run("predict", model, other).exception)
+
+
+def test_forecasts_are_the_result_of_predict(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    printed = good("predict", model, data).stdout
+    assert good("predict", model, data, "--quiet").stdout == printed
+    found = json.loads(good("predict", model, data, "--json").stdout)
+    (forecast,) = found["forecasts"]
+    assert forecast["names"] == ["load", "heat"]
+    row = printed.splitlines()[1].split(",")
+    assert row[0] == forecast["dates"][0] == "2024-01-09 08:00:00"
+    assert float(row[1]) == pytest.approx(forecast["values"][0][0][found["levels"].index(0.5)])
+
+
+def test_predict_writes_nothing_where_one_path_is_wrong(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    before = sorted(tmp_path.iterdir())
+    for out, picture, message in (
+        ("o.csv", "none/f.png", "--figure must be in a folder"),
+        ("o.csv", "data.csv/f.png", "--figure must be in a folder"),
+        ("none/o.csv", "f.png", "--out must be in a folder"),
+        ("same.png", "same.png", "must be two files"),
+    ):
+        paths = ["--out", tmp_path / out, "--figure", tmp_path / picture]
+        assert message in str(run("predict", model, data, *paths).exception)
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_numbers_that_fp32_cannot_hold_are_named(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    lines = data.read_text().splitlines()
+    lines[-3] = lines[-3].rsplit(",", 1)[0] + ",1e200"
+    data.write_text("\n".join(lines))
+    for arguments in (("predict", model, data), ("fit", data, "--out", tmp_path / "n", *QUICK,
+                      "--horizon", 5, "--lookback", 24)):  # fmt: skip
+        found = str(run(*arguments).exception)
+        assert "'heat' is 1e+200 at 2024-01-09 05:00:00, far too large" in found
+
+
 def test_fit_refuses_before_it_trains(tmp_path):
     data = wide(tmp_path / "data.csv", 30)
     for arguments, message in [
@@ -371,6 +470,10 @@ def test_fit_refuses_before_it_trains(tmp_path):
         (["--out", tmp_path / "m", "--quantiles", "0.1,0.9"], "have 0.5 among them"),
         (["--out", tmp_path / "m", "--sentinel", "x"], "--sentinel must be a number"),
         (["--out", tmp_path / "m", "--missing", "zero"], "missing must be one of refuse, last"),
+        (["--out", tmp_path / "m", "--columns", "load,load"], "named once each; got 'load' twice"),
+        (["--out", tmp_path / "m", "--set", "channels=5"], "--set cannot set channels"),
+        (["--out", tmp_path / "m", "--set", "past=1"], "--set cannot set past"),
+        (["--out", tmp_path / "m", "--date-format", "%Q"], "date_format must be like"),
     ]:
         result = run("fit", data, *arguments)
         assert message in str(result.exception), message
@@ -413,6 +516,26 @@ def test_evaluate_writes_records_a_table_and_a_picture(tmp_path):
     again = good(*arguments)  # reads what is there
     assert {p: p.stat().st_mtime_ns for p in written} == written
     assert "repeat-last" in again.stdout
+
+
+def test_a_short_lookback_has_short_patches(tmp_path):
+    data = wide(tmp_path / "data.csv", 60)
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 2, "--lookback", 3, *QUICK)
+    assert Forecaster.load(model).config.patch == 3
+
+
+@pytest.mark.parametrize("date", ["2024-01-01", "2024-01-01 {:02d}:00"])
+def test_evaluate_leaves_out_a_season_that_the_rows_do_not_show(tmp_path, date):
+    """Dates that all are one day; hours of which the training part has less than two days."""
+    data = tmp_path / "data.csv"
+    rows = waves(30)
+    lines = [f"{date.format(n % 24)},{row[0]:.4f},{row[1]:.4f}" for n, row in enumerate(rows)]
+    data.write_text("\n".join(["when,a,b", *lines]))
+    found = json.loads(good(
+        "evaluate", data, "--lookback", 3, "--horizons", 2, "--models", "nlinear", "--json",
+        "--out", tmp_path / "runs").stdout)  # fmt: skip
+    assert [record["model"]["name"] for record in found["found"]] == ["repeat-last", "nlinear"]
 
 
 def test_evaluate_a_stream_and_the_validation_part(tmp_path):

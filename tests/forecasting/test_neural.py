@@ -82,14 +82,28 @@ def test_cross_validation_and_quantiles():
 
 def test_exogenous_columns_change_the_forecast():
     data = frame()
+    data["kind of day"] = data["day"] // 8  # 0, 1 and 2
     static = pd.DataFrame({"unique_id": ["s0", "s1", "s2"], "kind": [0.0, 1.0, 2.0]})
-    model = tiny(hist_exog_list=["heat"], futr_exog_list=["day"], stat_exog_list=["kind"])
+    model = tiny(
+        hist_exog_list=["heat"], futr_exog_list=["day", "kind of day"], stat_exog_list=["kind"],
+        cat_exog_list=["kind of day"], categorical_cardinalities={"kind of day": 3},
+    )  # fmt: skip
     nf = NeuralForecast(models=[model], freq="h")
     nf.fit(data, static_df=static)
-    future = nf.make_future_dataframe()
-    one = nf.predict(futr_df=future.assign(day=0.0))["TrellisForecast"].to_numpy()
-    other = nf.predict(futr_df=future.assign(day=23.0))["TrellisForecast"].to_numpy()
-    assert np.abs(one - other).max() > 1e-4
+    future = nf.make_future_dataframe().assign(day=0.0, **{"kind of day": 0})
+
+    def forecast(data=data, static=static, **ahead):
+        given = {"df": data, "static_df": static, "futr_df": future.assign(**ahead)}
+        return nf.predict(**given)["TrellisForecast"].to_numpy()
+
+    one = forecast()
+    for other in (
+        forecast(day=23.0),
+        forecast(**{"kind of day": 2}),
+        forecast(data=data.assign(heat=data["heat"] + 3)),
+        forecast(static=static.assign(kind=static["kind"][::-1].to_numpy())),
+    ):
+        assert np.abs(one - other).max() > 1e-4
 
 
 def test_saved_and_loaded_it_forecasts_the_same(tmp_path):

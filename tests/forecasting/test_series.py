@@ -82,7 +82,7 @@ def test_missing_cells(read, text):
     assert read(lines, missing="last").series[0].values[4, 1] == 13.5
     file = read(lines, missing="linear")
     assert file.series[0].values[4, 1] == 14.5
-    assert file.notes == ["1 missing cells of 'b' were filled"]
+    assert file.notes == ["1 missing cells of column 'b' were filled"]
 
 
 def test_missing_at_the_first_row_has_nothing_before_it(read):
@@ -227,3 +227,48 @@ def test_constant_channels_are_scaled_to_zero():
     scaler = Scaler.of(values)
     assert scaler.scale.tolist() == [1.0]
     assert not math.isnan(scaler.apply(values).sum())
+
+
+def test_troubles_of_a_long_file_name_column_series_and_row(read):
+    def lines(*changes):
+        """Two series of 20 hours; changes: (line, text) replaced."""
+        found = ["unique_id,ds,y"]
+        for name in ("x", "2"):
+            found += [f"{name},2024-01-01 {n:02d}:00,{n}.5" for n in range(20)]
+        for line, text in changes:
+            found[line] = text
+        return found
+
+    for change, message in (
+        ((26, "2,2024-01-01 05:00,"), r"column 'y' of '2', row 27 is missing \(1 missing cells"),
+        ((26, "2,2024-01-01 05:00,-9999"), "column 'y' of '2', row 27 is -9999"),
+        ((26, "2,2024-01-01 04:00,1"), "column 'ds' of '2': rows 26 and 27 have the same date"),
+        ((26, "2,2024-01-01 05:07,1"), "column 'ds' of '2': row 27, .*05:07:00, does not lie"),
+        ((26, "2,2024-01-01 05:00,x"), "column 'y', row 27 must be a number; got 'x'"),
+        ((26, ""), "column 'ds' of '2': 1 rows are missing between row 26.* and row 28"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(lines(change))
+    moved = lines((25, lines()[26]), (26, lines()[25]))
+    assert read(moved).notes == ["rows of '2' were sorted by date; row 27 is the first early one"]
+    with pytest.raises(ValueError, match="date_column is for wide files"):
+        read(lines(), date_column="ds")
+
+
+def test_a_sentinel_in_most_cells_is_one_too(read):
+    lines = hourly(40, cell=lambda n, c: "-9999" if n % 4 and c == 0 else None)
+    with pytest.raises(ValueError, match=r"column 'a', row 3 is -9999, .* \(30 cells\)"):
+        read(lines)
+
+
+def test_the_separator_is_found_below_blank_lines_and_outside_quotes(read):
+    lines = [line.replace(",", ";") for line in hourly()]
+    lines[0] = '"date";"power, active, left";"b"'
+    file = read(["", *lines])
+    assert file.series[0].names == ["power, active, left", "b"]
+
+
+def test_an_offset_that_changes_is_said_to_be_the_cause(read):
+    days = [f"2024-03-{day}T00:00:00+0{1 if day < 32 else 2}:00,1" for day in range(20, 32)]
+    with pytest.raises(ValueError, match="dates with an offset are counted in UTC"):
+        read(["date,a", *days, *(f"2024-04-{day:02d}T00:00:00+02:00,1" for day in range(1, 9))])

@@ -160,6 +160,8 @@ def test_bad_rows_are_refused_and_change_nothing():
         stream.observe(np.ones((3, 3)))
     with pytest.raises(ValueError, match="row 1, column 'c1' is nan"):
         stream.observe([[1.0, 2.0], [1.0, np.nan]])
+    with pytest.raises(ValueError, match=r"row 0, column 'c0' is 1e\+45: repeat the last number"):
+        stream.observe([1e45, 2.0])
     assert stream.seen == 1
     assert np.array_equal(stream.forecast(), before)
 

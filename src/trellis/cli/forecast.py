@@ -72,15 +72,20 @@ def evaluate(
     """
     from ..evaluation import forecasting as task
     from ..forecasting.series import benchmark_season
+    from ..forecasting.windows import bounds_of, split_of
     from ..mixers import MIXERS
     from .evaluation import show
 
     model_fields, fit_fields = split_settings(settings)
+
+    def trained(rows: int) -> int:
+        return bounds_of(rows, split_of(file, split))[0]
+
     return show(task.run(
         file, out, lookback=lookback, horizons=numbers("horizons", horizons),
         models=list(MIXERS) if models == "all" else names(models),
         seeds=numbers("seeds", seeds, least=0), part=part, split=split,
-        season=_season(season, lambda: benchmark_season(file)), model_fields=model_fields,
+        season=_season(season, lambda: benchmark_season(file, trained)), model_fields=model_fields,
         fit_fields=fit_fields, label=label, say=typer.echo,
     ))  # fmt: skip
 
@@ -113,14 +118,16 @@ def fit(
     from ..evaluation.forecasting import build
     from ..evaluation.runner import progress
     from ..forecasting import FitOptions, ForecastConfig, fit_file
-    from ..forecasting.fitting import Look
+    from ..forecasting.fitting import RECIPE_FIT, Look, recipe_model
     from ..forecasting.forecaster import enough_rows
 
-    if out.exists():
-        raise ValueError(f"--out must not be there yet; {out} is")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out must be in a folder that is there; there is no {out.parent}")
+    _check_new(out=out)
     model_fields, fit_fields = split_settings(settings)
+    for name in ("horizon", "lookback", "channels", "past", "future", "static"):
+        if name in model_fields:
+            raise ValueError(
+                f"--set cannot set {name}: it follows from the file or has an option of its own"
+            )
     read = _read(
         file, layout, columns, date_column, date_format, missing, sentinels, keep_sentinels
     )
@@ -130,8 +137,9 @@ def fit(
         "horizon": horizon, "lookback": lookback, "quantiles": levels, "channels": channels,
         "normalizer": "running" if streaming else "window",
     }  # fmt: skip
-    config = build(ForecastConfig, {**given, **model_fields})
-    options = build(FitOptions, {"seed": seed, **fit_fields})
+    usual = recipe_model(lookback, streaming) | {"by_channel": channels is not None}
+    config = build(ForecastConfig, {**usual, **given, **model_fields})
+    options = build(FitOptions, {**RECIPE_FIT, "seed": seed, **fit_fields})
     for note in read.notes:
         typer.echo(note)
     cycle = _season(season, lambda: enough_rows(read, read.step.usual_season(), config))
@@ -145,7 +153,20 @@ def fit(
     return {"out": out, **forecaster.about, "notes": read.notes}
 
 
-@app.command()
+def _check_new(**paths: Path | None) -> None:
+    """Raises ValueError if a file that is to be written is there, or its folder is not."""
+    for name, path in paths.items():
+        if path is None:
+            continue
+        if path.exists():
+            raise ValueError(f"--{name} must not be there yet; {path} is")
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"--{name} must be in a folder that is there; there is no {path.parent}"
+            )
+
+
+@app.command(prints_result=True)
 def predict(
     model: Annotated[Path, Argument(help="A forecaster that `trellis forecast fit` wrote.")],
     file: File,
@@ -170,9 +191,9 @@ def predict(
     from ..forecasting import Forecaster
     from ..forecasting.forecaster import as_csv, draw_forecast
 
-    for name, path in (("out", out), ("figure", figure)):
-        if path is not None and path.exists():
-            raise ValueError(f"--{name} must not be there yet; {path} is")
+    _check_new(out=out, figure=figure)
+    if figure is not None and figure == out:
+        raise ValueError(f"--out and --figure must be two files; got {out} for both")
     if figure is not None:
         figures.check()
         if figure.suffix != ".png":
@@ -185,15 +206,27 @@ def predict(
         typer.echo(note, err=True)
     forecasts = forecaster.predict(read)
     text = as_csv(forecasts, read)
+    if figure is not None:
+        draw_forecast(forecasts[0], read.series[0], figure)
+        typer.echo(f"written to {figure}", err=out is None)
     if out is None:
         typer.echo(text, nl=False)
     else:
         write_whole(out, text.encode())
         typer.echo(f"written to {out}")
-    if figure is not None:
-        draw_forecast(forecasts[0], read.series[0], figure)
-        typer.echo(f"written to {figure}", err=out is None)
-    return {"out": out, "series": [forecast.names for forecast in forecasts], "notes": read.notes}
+    return {
+        "out": out,
+        "levels": forecaster.config.quantiles,
+        "forecasts": [
+            {
+                "names": forecast.names,
+                "dates": [read.date_text(date) for date in forecast.dates],
+                "values": forecast.values.tolist(),
+            }
+            for forecast in forecasts
+        ],
+        "notes": read.notes,
+    }
 
 
 def _read(

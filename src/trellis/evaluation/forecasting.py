@@ -28,7 +28,14 @@ from .. import checks
 from ..figures import figure
 from ..files import sha256_of, write_json
 from ..forecasting.baselines import nlinear, repeat_last
-from ..forecasting.fitting import FitOptions, fit, point_of, window_batch
+from ..forecasting.fitting import (
+    RECIPE_FIT,
+    FitOptions,
+    fit,
+    point_of,
+    recipe_model,
+    window_batch,
+)
 from ..forecasting.model import ForecastConfig, ForecastModel, match_parameters
 from ..forecasting.series import read_benchmark
 from ..forecasting.windows import SHRINK, Benchmark, Errors, ErrorSums, Windows, errors, split_of
@@ -46,18 +53,6 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 PEER_FIT = {
     "loss": "mae", "weight_decay": 0.0, "check_every": 100, "validation_windows": 600,
     "average": 0.0,
-}  # fmt: skip
-#: The recipe of all tables, chosen on the validation part of ETTh1; docs/lab-notebook.md has what
-#: was tried. Patches are an eighth of the lookback, but at least SMALLEST_PATCH rows.
-#: A lookback is a few patches, so memories are small: 4 heads of 16 channels and 16 slots.
-MODEL = {
-    "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3, "by_channel": True,
-    "mixer_config": {"shape": "model"},
-}  # fmt: skip
-SMALLEST_PATCH = 16
-FIT = {
-    "loss": "huber", "steps": 3000, "learning_rate": 1e-3, "check_every": 50, "patience": 10,
-    "validation_windows": 600, "average": 0.99,
 }  # fmt: skip
 #: Test windows that are drawn, spread evenly.
 DRAWN = 3
@@ -161,13 +156,12 @@ class _Test:
         self.options: FitOptions | None = None
         if name in (*BASELINES, SEASONAL):
             return
-        usual = {**PEER_FIT, **PEERS[name][1]} if name in PEERS else FIT
+        usual = {**PEER_FIT, **PEERS[name][1]} if name in PEERS else RECIPE_FIT
         self.options = build(FitOptions, {**usual, **fit_fields, "seed": seed})
         if name in PEERS:
             return
         sizes = {"lookback": lookback, "horizon": horizon, "channels": len(channels)}
-        patch = min(lookback, max(SMALLEST_PATCH, lookback // 8))
-        base = build(ForecastConfig, {"patch": patch, **MODEL, **model_fields, **sizes})
+        base = build(ForecastConfig, {**recipe_model(lookback), **model_fields, **sizes})
         self.config = base
         if name != base.mixer:
             plain = ForecastConfig(**{**asdict(base), "mixer": name, "mixer_config": {}})
@@ -401,7 +395,7 @@ def draw(records: Sequence[Record], title: str, path: Path) -> Path:
             for low in range(len(levels) // 2):
                 high = len(levels) - 1 - low
                 axis.fill_between(
-                    ahead, lines[low], lines[high], color="C0", alpha=0.25, linewidth=0,
+                    ahead, lines[low], lines[high], color="C0", alpha=0.2 + 0.2 * low, linewidth=0,
                     label=f"{levels[low]:g} to {levels[high]:g}",
                 )  # fmt: skip
             axis.plot(ahead, lines[len(lines) // 2], color="C0", label=record["model"]["name"])

@@ -20,6 +20,12 @@ from .model import ForecastModel, Level, window_level
 from .windows import Errors, ErrorSums, Windows, errors, pinball
 
 LOSSES = ("mse", "mae", "huber")
+#: The recipe of `trellis forecast fit` and of all tables of docs/forecasting.md, chosen on the
+#: validation part of ETTh1; docs/lab-notebook.md has what was tried.
+RECIPE_FIT = {
+    "loss": "huber", "steps": 3000, "learning_rate": 1e-3, "check_every": 50, "patience": 10,
+    "validation_windows": 600, "average": 0.99,
+}  # fmt: skip
 #: Weights of the squared difference of a channel's linear map from the one that all share, of which
 #: the one that does best on validation is taken; at infinity the maps are equal.
 APART = (0.1, 1.0, 10.0, 100.0, math.inf)
@@ -80,6 +86,20 @@ class FitOptions:
         checks.share("average", self.average)
         checks.flag("solve", self.solve)
         checks.choice("loss", self.loss, LOSSES)
+
+
+def recipe_model(lookback: int, streaming: bool = False) -> dict[str, Any]:
+    """Fields of ForecastConfig by the recipe, for a lookback of so many rows.
+
+    A patch is an eighth of the lookback, but at least 16 rows; 8 rows of a stream, which reads a
+    patch when it is full. A lookback is a few patches, so memories are small: 4 heads of 16
+    channels and 16 slots.
+    """
+    patch = 8 if streaming else max(16, lookback // 8)
+    return {
+        "patch": min(lookback, patch), "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3,
+        "by_channel": True, "mixer_config": {"shape": "model"},
+    }  # fmt: skip
 
 
 class Look(NamedTuple):

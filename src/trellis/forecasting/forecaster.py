@@ -10,6 +10,7 @@ forecaster.predict(file)          # a list of forecasts, one for each series of 
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from ..files import write_whole
 from ..models.cache import pack_tensors, read_tensors
 from .fitting import Fit, FitOptions, fit
 from .model import ForecastConfig, ForecastModel
-from .series import Series, SeriesFile, need_rows
+from .series import Series, SeriesFile, Step, moment, need_rows
 from .windows import Course, Scaler, Windows, swing
 
 FORMAT = "trellis-forecaster"
@@ -107,7 +108,7 @@ class Forecaster:
         Raises ValueError if the file has other channels than the one in training, or too few rows.
         """
         self._check(file)
-        return [self._predict(series, file) for series in file.series]
+        return [self._predict(self._chosen(series, file), file) for series in file.series]
 
     def _predict(self, series: Series, file: SeriesFile) -> Forecast:
         config = self.config
@@ -125,7 +126,7 @@ class Forecaster:
         )
         rows = series.values if running else series.values[-config.lookback :]
         begin = place + read - len(rows)
-        scaled = torch.from_numpy(scaler.apply(rows, begin).astype(np.float32))[None]
+        scaled = torch.from_numpy(_scaled(scaler, rows, begin, series, file.path))[None]
         more: Any = 0.0  # of the usual course than `undo` adds, [H, C, 1]
         if scaler.cycle is not None and not running:
             past = Course.of(scaler, rows, begin)
@@ -145,10 +146,11 @@ class Forecaster:
                 f"{file.path} is a {file.layout} file; this forecaster was fitted to a {trained} "
                 "one"
             )
-        if file.layout == "wide" and file.series[0].names != self.names:
+        lacking = [name for name in self.names if name not in file.series[0].names]
+        if file.layout == "wide" and lacking:
             raise ValueError(
-                f"{file.path} must have the columns {', '.join(self.names)} in this order; got "
-                f"{', '.join(file.series[0].names)}"
+                f"{file.path} must have the columns {', '.join(self.names)}; it lacks "
+                f"{', '.join(lacking)}"
             )
         step = self.about.get("step")
         if step is not None and step != str(file.step):
@@ -156,6 +158,30 @@ class Forecaster:
                 f"the rows of {file.path} are {file.step} apart; this forecaster was fitted to "
                 f"rows that are {step} apart"
             )
+        zone = self.about.get("zone")
+        if zone is not None and zone != file.zone:
+            has, had = ("an offset", "none") if file.zone else ("no offset", "one")
+            raise ValueError(
+                f"the dates of {file.path} have {has} from UTC; those in training had {had}"
+            )
+
+    def _chosen(self, series: Series, file: SeriesFile) -> Series:
+        """The channels of this forecaster, in its order, of a wide file that may have more."""
+        if file.layout == "long" or series.names == self.names:
+            return series
+        places = [series.names.index(name) for name in self.names]
+        return Series(self.names, series.dates, series.values[:, places])
+
+    def place_of(self, date: str | dt.datetime) -> int:
+        """Where in its cycle a row with this date stands, or a number that has this remainder.
+
+        Raises ValueError if it is no date, has an offset from UTC where the dates in training had
+        none, or the reverse, or if the forecaster does not know how far its rows are apart.
+        """
+        every = self.about.get("every")
+        if every is None:
+            raise ValueError("this forecaster does not know the step of its rows: give place")
+        return Step(**every).number(moment(date, self.about["zone"]))
 
     def save(self, path: str | Path) -> None:
         """Writes the forecaster to a safetensors file, whole or not at all."""
@@ -243,7 +269,7 @@ def fit_file(
             scaler = Scaler.of(series.values[:trained], season, place)
         except ValueError as error:
             raise ValueError(f"{file.path}: {', '.join(series.names[:3])}: {error}") from error
-        values.append(scaler.apply(series.values, place))
+        values.append(_scaled(scaler, series.values, place, series, file.path))
         if scaler.cycle is not None:
             usual.append(Course.of(scaler, series.values, place))
             cycles.append(scaler.cycle)
@@ -252,7 +278,7 @@ def fit_file(
         for name, mean, scale in zip(series.names, scaler.mean, scaler.scale):
             scalers[name] = (float(mean), float(scale))
         begin += rows
-    scaled = torch.from_numpy(np.concatenate(values).astype(np.float32))
+    scaled = torch.from_numpy(np.concatenate(values))
     sizes = config.lookback, horizon
     torch.manual_seed(options.seed)
     model = ForecastModel(config)
@@ -263,11 +289,27 @@ def fit_file(
     return Forecaster(model, scalers, _about(file, found, options), cycle)
 
 
+def _scaled(scaler: Scaler, rows: np.ndarray, first: int, series: Series, path: Path) -> np.ndarray:
+    """The last rows of a series, scaled. Raises ValueError at a number that fp32 cannot hold."""
+    scaled = scaler.scaled(rows, first)
+    bad = np.argwhere(~np.isfinite(scaled))
+    if len(bad):
+        row, column = bad[0]
+        date = series.dates[len(series.dates) - len(rows) + row]
+        raise ValueError(
+            f"{path}: {series.names[column]!r} is {rows[row, column]:g} at {date}, far too large "
+            "beside the other numbers"
+        )
+    return scaled
+
+
 def _about(file: SeriesFile, found: Fit, options: FitOptions) -> dict[str, Any]:
     return {
         "file": file.path.name,
         "layout": file.layout,
         "step": str(file.step),
+        "every": asdict(file.step),
+        "zone": file.zone,
         "rows": [len(series.values) for series in file.series],
         "options": asdict(options),
         "best": found.best._asdict(),

@@ -37,6 +37,8 @@ class TrellisForecast(BaseModel):
     patch, dim, layers, heads, mlp, mixer, mixer_config, dropout, linear: those of ForecastConfig.
     stat_exog_list, hist_exog_list, futr_exog_list: exogenous columns: one value for each series,
         known up to now, and known for the horizon as well.
+    cat_exog_list, categorical_cardinalities, cat_emb_dim: which of these columns are categories,
+        how many each has, and the width of their embeddings, as in neuralforecast's other models.
     loss: any loss of neuralforecast for points or quantiles, such as MAE() or MQLoss(level=[80]).
     All other arguments are those of every model of neuralforecast. Every window is normalised by
     its own mean and deviation, so scaler_type is "identity" by default; it applies to exogenous
@@ -46,6 +48,7 @@ class TrellisForecast(BaseModel):
     EXOGENOUS_FUTR = True
     EXOGENOUS_HIST = True
     EXOGENOUS_STAT = True
+    EXOGENOUS_CAT = True
     MULTIVARIATE = False
     RECURRENT = False
 
@@ -56,6 +59,9 @@ class TrellisForecast(BaseModel):
         stat_exog_list: list[str] | None = None,
         hist_exog_list: list[str] | None = None,
         futr_exog_list: list[str] | None = None,
+        cat_exog_list: list[str] | None = None,
+        categorical_cardinalities: dict[str, int] | None = None,
+        cat_emb_dim: str | int = "fastai",
         exclude_insample_y: bool = False,
         patch: int = 16,
         dim: int = 64,
@@ -98,6 +104,9 @@ class TrellisForecast(BaseModel):
             stat_exog_list=stat_exog_list,
             hist_exog_list=hist_exog_list,
             futr_exog_list=futr_exog_list,
+            cat_exog_list=cat_exog_list,
+            categorical_cardinalities=categorical_cardinalities,
+            cat_emb_dim=cat_emb_dim,
             exclude_insample_y=exclude_insample_y,
             loss=loss,
             valid_loss=valid_loss,

@@ -23,7 +23,7 @@ import csv
 import datetime as dt
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ LAYOUTS = ("auto", "wide", "long")
 FILLS = ("refuse", "last", "linear")
 LONG = ("unique_id", "ds", "y")
 #: Texts that stand for a missing cell, in small letters.
-EMPTY = ("", "na", "n/a", "nan", "null", "none", "-", "?")
+EMPTY = ("", "na", "n/a", "#n/a", "nan", "null", "none", "-", "?")
 #: Numbers that loggers write where they have none.
 SUSPECTS = (-9999.0, -999.0, -99999.0, 9999.0, 99999.0, -99.0, 999999.0, -9999.9, -999.9)
 #: A suspect is taken for a sentinel if it is so many interquartile ranges away from the median.
@@ -78,6 +78,8 @@ class Step:
         """
         if self.months:
             return 12 // self.months if self.months < 12 and 12 % self.months == 0 else None
+        if self.seconds <= 0:  # dates that repeat
+            return None
         for seconds in (86400.0, 7 * 86400.0):
             rows = seconds / self.seconds
             if rows > 1.5:
@@ -144,14 +146,20 @@ def read_series(
     """
     checks.choice("layout", layout, LAYOUTS)
     checks.choice("missing", missing, FILLS)
+    if date_format is not None:
+        _check_date_format(date_format)
+    twice = [name for name in columns if list(columns).count(name) > 1]
+    if twice:
+        raise ValueError(f"columns must be named once each; got {twice[0]!r} twice")
     path = Path(path)
     names, rows = _table(path)
     if layout == "auto":
         layout = "long" if set(LONG) <= set(names) else "wide"
     reader = _Reader(path, date_format, missing, tuple(sentinels), keep_sentinels)
     if layout == "long":
-        if columns:
-            raise ValueError("columns are of wide files; a long file has unique_id, ds and y")
+        for name, given in (("columns", columns), ("date_column", date_column)):
+            if given:
+                raise ValueError(f"{name} is for wide files; a long file has unique_id, ds and y")
         return reader.long(names, rows)
     return reader.wide(names, rows, list(columns), date_column)
 
@@ -183,10 +191,11 @@ def read_benchmark(path: str | Path) -> tuple[list[str], np.ndarray]:
     return names[1:], values
 
 
-def benchmark_season(path: str | Path) -> int | None:
+def benchmark_season(path: str | Path, training_rows: Callable[[int], int]) -> int | None:
     """The rows of a day, or of the usual cycle otherwise, by the first dates of a benchmark's file.
 
-    None where the first column has no dates that can be read, or their step fits no cycle.
+    None where the first column has no dates that can be read, their step fits no cycle, or the rows
+    to train on do not have two of them. training_rows: their number, of a file with so many rows.
     """
     path = Path(path)
     names, rows = _table(path)
@@ -195,7 +204,25 @@ def benchmark_season(path: str | Path) -> int | None:
         dates = [reader.date(cells[0], names[0], number) for number, cells in rows[:1000]]
     except ValueError:
         return None
-    return _step_of(dates).usual_season() if len(dates) > 1 else None
+    season = _step_of(dates).usual_season() if len(dates) > 1 else None
+    return season if season is not None and training_rows(len(rows)) >= 2 * season else None
+
+
+def moment(date: str | dt.datetime, zone: bool) -> dt.datetime:
+    """A date that a user gives beside a file: without an offset, or in UTC where `zone` is True.
+
+    Raises ValueError at a text that is no date, or a date that has an offset while the file's dates
+    have none, and the reverse.
+    """
+    if isinstance(date, str):
+        try:
+            date = dt.datetime.fromisoformat(date[:-1] + "+00:00" if date[-1:] == "Z" else date)
+        except ValueError:
+            raise ValueError(f"a date must be like 2024-12-31 23:50:00; got {date!r}") from None
+    if (date.tzinfo is not None) != zone:
+        has, had = ("an offset", "none") if date.tzinfo is not None else ("no offset", "one")
+        raise ValueError(f"{date} has {has} from UTC; the dates in training had {had}")
+    return date.astimezone(dt.timezone.utc).replace(tzinfo=None) if zone else date
 
 
 def need_rows(series: Series, least: int, why: str, path: Path) -> None:
@@ -218,8 +245,9 @@ def _table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         text = data.decode("latin-1")  # maps every byte; only names of columns may look odd
     if "\0" in text:
         raise ValueError(f"{path} is not a CSV file: it has zero bytes")
-    first = text.split("\n", 1)[0]
-    comma = max(",;\t", key=first.count)
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    outside = "".join(first.split('"')[::2])  # of quoted names
+    comma = max(",;\t", key=outside.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=comma)
     rows: list[tuple[int, list[str]]] = []
     try:
@@ -308,7 +336,7 @@ class _Reader:
             dates = [self.date(cells[when], "ds", number) for number, cells in group]
             values = np.array([[self.cell(cells[what], "y", number)] for number, cells in group])
             numbers = [number for number, _ in group]
-            step, series = self.regular([name], dates, values, numbers, "ds")
+            step, series = self.regular([name], dates, values, numbers, "ds", f" of {name!r}")
             steps.setdefault(step, name)
             found.append(series)
         if len(steps) > 1:
@@ -373,22 +401,26 @@ class _Reader:
         values: np.ndarray,
         numbers: list[int],
         date_column: str,
+        of: str = "",
     ) -> tuple[Step, Series]:
-        """The rows in the order of their dates, at equal steps, without missing cells."""
+        """The rows in the order of their dates, at equal steps, without missing cells.
+
+        of: whose rows these are, in a long file, to end the name of a column with.
+        """
+        columns = [f"column 'y'{of}" if of else f"column {name!r}" for name in names]
         order = sorted(range(len(dates)), key=lambda n: dates[n])
         if order != list(range(len(dates))):
             late = next(n for n in range(1, len(dates)) if dates[n] < dates[n - 1])
             self.notes.append(
-                f"rows were sorted by date; row {numbers[late]} is the first early one"
+                f"rows{of} were sorted by date; row {numbers[late]} is the first early one"
             )
         dates, numbers = [dates[n] for n in order], [numbers[n] for n in order]
         values = values[order]
-        where = f"{self.path}: column {date_column!r}"
+        where = f"{self.path}: column {date_column!r}{of}"
         for n in range(1, len(dates)):
             if dates[n] == dates[n - 1]:
-                of = "" if date_column != "ds" else f" of {names[0]!r}"
                 raise ValueError(
-                    f"{where}: rows {numbers[n - 1]} and {numbers[n]}{of} have the same date, "
+                    f"{where}: rows {numbers[n - 1]} and {numbers[n]} have the same date, "
                     f"{dates[n]}; local times repeat an hour in autumn, UTC does not"
                 )
         if len(dates) < 3:
@@ -398,13 +430,13 @@ class _Reader:
             )
         step = _step_of(dates)
         places = self._places(dates, numbers, step, where)
-        self._check_sentinels(names, values, numbers)
+        self._check_sentinels(columns, values, numbers)
         full = np.full((places[-1] + 1, values.shape[1]), math.nan)
         full[places] = values
         rows: list[int | None] = [None] * len(full)
         for place, number in zip(places, numbers):
             rows[place] = number
-        self._fill(names, full, rows, numbers)
+        self._fill(columns, full, rows, numbers)
         every = [step.after(dates[0], n) for n in range(len(full))]
         return step, Series(names, every, full)
 
@@ -419,6 +451,7 @@ class _Reader:
                 raise ValueError(
                     f"{where}: row {numbers[n]}, {dates[n]}, does not lie a whole number of steps "
                     f"of {step} after the first date, {dates[0]}; forecasts need equal steps"
+                    + (" (dates with an offset are counted in UTC)" if True in self.zones else "")
                 )
             if count > places[-1] + 1 and self.missing == "refuse":
                 raise ValueError(
@@ -429,57 +462,62 @@ class _Reader:
             places.append(count)
         return places
 
-    def _check_sentinels(self, names: list[str], values: np.ndarray, numbers: list[int]) -> None:
+    def _check_sentinels(self, columns: list[str], values: np.ndarray, numbers: list[int]) -> None:
         if self.keep_sentinels:
             return
-        for column, name in enumerate(names):
-            cells = values[:, column]
-            known = cells[~np.isnan(cells)]
-            if len(known) < 8:
-                continue
-            low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
-            away = FAR * max(high - low, 1e-12)
+        for place, column in enumerate(columns):
+            cells = values[:, place]
             for suspect in SUSPECTS:
-                if abs(suspect - middle) <= away or not (cells == suspect).any():
-                    continue
                 hits = np.flatnonzero(cells == suspect)
-                if len(hits) > len(cells) / 2:
+                others = cells[~np.isnan(cells) & (cells != suspect)]
+                if not len(hits) or len(others) < 8:
+                    continue
+                low, middle, high = np.quantile(others, [0.25, 0.5, 0.75])
+                if abs(suspect - middle) <= FAR * max(high - low, 1e-12):
                     continue
                 raise ValueError(
-                    f"{self.path}: column {name!r}, row {numbers[hits[0]]} is {suspect:g}, which "
+                    f"{self.path}: {column}, row {numbers[hits[0]]} is {suspect:g}, which "
                     f"looks like the sign for a missing number ({len(hits)} cells); give "
                     f"sentinel {suspect:g} to treat it as missing, or keep sentinels as data"
                 )
 
     def _fill(
-        self, names: list[str], full: np.ndarray, rows: list[int | None], numbers: list[int]
+        self, columns: list[str], full: np.ndarray, rows: list[int | None], numbers: list[int]
     ) -> None:
-        for column, name in enumerate(names):
-            gaps = np.isnan(full[:, column])
+        for place, column in enumerate(columns):
+            gaps = np.isnan(full[:, place])
             if not gaps.any():
                 continue
             if self.missing == "refuse":
                 first = int(np.flatnonzero(gaps)[0])
                 raise ValueError(
-                    f"{self.path}: column {name!r}, row {rows[first]} is missing; so are "
-                    f"{int(gaps.sum())} cells of the column; fill them, or give missing as last or "
-                    "linear"
+                    f"{self.path}: {column}, row {rows[first]} is missing ({int(gaps.sum())} "
+                    "missing cells in all); fill them, or give missing as last or linear"
                 )
             known = np.flatnonzero(~gaps)
             if not len(known):
-                raise ValueError(f"{self.path}: column {name!r} has no number at all")
+                raise ValueError(f"{self.path}: {column} has no number at all")
             if known[0] > 0 and self.missing == "last":
                 raise ValueError(
-                    f"{self.path}: column {name!r} is missing in row {numbers[0]}, the first; "
+                    f"{self.path}: {column} is missing in row {numbers[0]}, the first; "
                     "there is no number before it to take"
                 )
             if self.missing == "last":
                 before = np.maximum.accumulate(np.where(gaps, 0, np.arange(len(gaps))))
-                full[:, column] = full[before, column]
+                full[:, place] = full[before, place]
             else:
                 every = np.arange(len(gaps))
-                full[:, column] = np.interp(every, known, full[known, column])
-            self.notes.append(f"{int(gaps.sum())} missing cells of {name!r} were filled")
+                full[:, place] = np.interp(every, known, full[known, place])
+            self.notes.append(f"{int(gaps.sum())} missing cells of {column} were filled")
+
+
+def _check_date_format(form: str) -> None:
+    """Raises ValueError at a format that no date can be read by."""
+    date = dt.datetime(2024, 12, 31, 23, 50)
+    try:
+        dt.datetime.strptime(date.strftime(form), form)
+    except ValueError:
+        raise ValueError(f"date_format must be like '%d.%m.%Y %H:%M'; got {form!r}") from None
 
 
 def _step_of(dates: list[dt.datetime]) -> Step:

@@ -1,6 +1,6 @@
 """A forecaster that is fed row by row, at constant cost and memory however long the series runs.
 
-stream = StreamingForecaster(forecaster)     # trained with normalizer="running"
+stream = StreamingForecaster(forecaster, start="2024-12-31 23:00")     # date of the first row
 stream.observe(rows)                         # any number of new rows [n, C]
 stream.forecast()                            # [horizon, C, outputs], in the units of the rows
 stream.save("now.safetensors")               # a small file, for this forecaster alone
@@ -9,6 +9,7 @@ other = stream.fork()                        # goes its own way
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
 from pathlib import Path
@@ -32,14 +33,29 @@ _PARTS = ("rows", "sums", "hidden")
 class StreamingForecaster:
     """The state of one stream of all channels of a forecaster."""
 
-    def __init__(self, forecaster: Forecaster, place: int = 0):
-        """place: that of the first row in its cycle, for a forecaster with a season, such as 6 for
-        a stream of hours that begins at 6 o'clock.
+    def __init__(
+        self,
+        forecaster: Forecaster,
+        start: str | dt.datetime | None = None,
+        place: int | None = None,
+    ):
+        """start: the date of the first row that will be observed. A forecaster with a season needs
+        it to know what is usual then; any other can do without.
+        place: in the place of `start`, where the first row stands in its cycle, such as 6 for a
+        stream of hours that begins at 6 o'clock.
 
-        Raises ValueError if the forecaster was trained with another normaliser.
+        Raises ValueError if the forecaster was trained with another normaliser, or has a season and
+        neither is given.
         """
-        checks.at_least("place", place, 0)
-        self.forecaster, self.place = forecaster, place
+        checks.at_least("place", place, 0, optional=True)
+        if place is None and start is not None:
+            place = forecaster.place_of(start)
+        if place is None and forecaster.season is not None:
+            raise ValueError(
+                f"this forecaster has a season of {forecaster.season} rows: give start, the date "
+                "of the first row, such as '2024-12-31 23:50', or place"
+            )
+        self.forecaster, self.place = forecaster, place or 0
         self.state = forecaster.model.init_state(len(forecaster.names))
         self._scaler = forecaster.scaler()
 
@@ -62,7 +78,7 @@ class StreamingForecaster:
         """
         values = np.asarray(rows, dtype=np.float64)
         names = self.forecaster.names
-        if values.ndim == 1:
+        if values.ndim == 1 and len(values):
             values = values[None]
         if values.ndim != 2 or values.shape[1] != len(names):
             raise ValueError(
@@ -70,14 +86,16 @@ class StreamingForecaster:
                 f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}; got "
                 f"{list(np.shape(rows))}"
             )
-        bad = np.argwhere(~np.isfinite(values))
+        if not len(values):
+            return
+        scaled = self._scaler.scaled(values, self.place + self.seen)
+        bad = np.argwhere(~np.isfinite(scaled))
         if len(bad):
             row, column = bad[0]
             raise ValueError(
-                f"rows must be finite numbers; row {row}, column {names[column]!r} is "
-                f"{values[row, column]}: repeat the last number, or leave the row out"
+                "rows must be finite numbers, not far too large for their column; row "
+                f"{row}, column {names[column]!r} is {values[row, column]}: repeat the last number"
             )
-        scaled = self._scaler.apply(values, self.place + self.seen).astype(np.float32)
         self.state = self.forecaster.model.observe(torch.from_numpy(scaled).T, self.state)
 
     @torch.no_grad()
@@ -94,7 +112,7 @@ class StreamingForecaster:
 
     def fork(self) -> StreamingForecaster:
         """An independent stream that has observed the same rows."""
-        other = StreamingForecaster(self.forecaster, self.place)
+        other = StreamingForecaster(self.forecaster, place=self.place)
         state = self.state
         parts = {name: getattr(state, name).clone() for name in _PARTS}
         layers = tuple(map_tensors(torch.Tensor.clone, layer) for layer in state.layers)
@@ -124,7 +142,7 @@ class StreamingForecaster:
         if not path.is_file():
             raise FileNotFoundError(f"there is no stream at {path}")
         tensors, content = read_tensors(path, FORMAT, FORMAT_VERSION)
-        stream = cls(forecaster, int(content.get("place", 0)))
+        stream = cls(forecaster, place=int(content.get("place", 0)))
         if content.get("fingerprint") != stream._fingerprint():
             raise ValueError(
                 f"{path} belongs to a forecaster with another configuration, scale or other weights"

@@ -73,6 +73,11 @@ class Scaler(NamedTuple):
         """Rows [N, C] in the file's units, scaled. first: the place of the first in its cycle."""
         return (values - self.mean - self.usual(values, first)) / self.scale
 
+    def scaled(self, values: np.ndarray, first: int = 0) -> np.ndarray:
+        """The same in fp32; a number that is far too large for its channel becomes infinite."""
+        with np.errstate(over="ignore"):
+            return self.apply(values, first).astype(np.float32)
+
     def undo(self, values: np.ndarray, first: int = 0) -> np.ndarray:
         """From scaled rows [N, ..., C] back to the file's units."""
         return values * self.scale + self.mean + self.usual(values, first)
