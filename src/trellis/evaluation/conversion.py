@@ -21,12 +21,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from .. import checks, figures
@@ -46,14 +50,15 @@ from ..models.pretrained import (
 )
 from ..training import checkpoint as checkpoints
 from ..training.distillation import Teacher, check_vocabulary
+from ..training.loop import Interrupted, TrainingStopped
 from ..training.metrics import read_metrics
 from ..training.recipe import PRECISIONS, Recipe, from_dict
 from ..training.run import (
     RECIPE,
     check_new,
     export,
+    is_empty,
     load_run,
-    recipe_of,
     save_model,
     train,
 )
@@ -62,6 +67,11 @@ from .models import EvaluatedModel
 from .runner import Report, Table
 
 STAGES = ("align", "distill", "extend")
+#: What else a conversion writes, each whole or not at all.
+PARTS = (
+    "options.json", "teacher", "start", "costs.json", "aligned", "distilled", "model",
+    "measures.json",
+)  # fmt: skip
 #: Tokens after which the bytes of a state are stated.
 STATE_TOKENS = (1_000, 100_000)
 #: About so many logits are in memory at a time.
@@ -192,19 +202,52 @@ def _open_folder(model: Path, tokenizer: Path | None) -> tuple[TrellisForCausalL
             f"a model to convert must be one of the kinds {', '.join(FAMILIES)}; {model} is of the "
             f"kind {kind!r}"
         )
-    try:
-        config_of(AutoConfig.from_pretrained(model))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{model} cannot be converted: {error}") from error
+    with _named(model):
+        config = AutoConfig.from_pretrained(model)
+        if getattr(config, "quantization_config", None):
+            raise ValueError("its weights are quantized; give the model as it was before")
+        config_of(config)
     # Before the weights, which take long.
-    known = load_tokenizer(tokenizer or model)
-    return imported(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)), known
+    known = _tokenizer_of(model, tokenizer)
+    with _named(model):
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, output_loading_info=True
+        )
+        for kind, names in (
+            ("lacks", found["missing_keys"]),
+            ("has no place for", found["unexpected_keys"]),
+        ):
+            # The frequencies of rotary positions follow from the configuration.
+            names = sorted(name for name in names if not name.endswith("inv_freq"))
+            if names:
+                raise ValueError(f"it {kind} {len(names)} weights: {', '.join(names[:3])}")
+        return imported(loaded), known
+
+
+@contextlib.contextmanager
+def _named(model: Path) -> Iterator[None]:
+    """What goes wrong in reading a model becomes a ValueError that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError,
+            IndexError, SafetensorError, struct.error) as error:  # fmt: skip
+        raise ValueError(f"{model} cannot be converted: {error}") from error
+
+
+def _tokenizer_of(model: Path, tokenizer: Path | None) -> TextTokenizer:
+    """The tokenizer of a folder, or another that was given."""
+    try:
+        return load_tokenizer(tokenizer or model)
+    except FileNotFoundError as error:
+        if tokenizer is not None:
+            raise
+        raise FileNotFoundError(f"{error}; give another with --tokenizer") from error
 
 
 def _open_gguf(model: Path, tokenizer: Path | None) -> tuple[TrellisForCausalLM, TextTokenizer]:
     """A GGUF file, through transformers' own loader."""
     try:
-        import gguf  # noqa: F401
+        import gguf
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "GGUF files need the packages gguf and accelerate: pip install "
@@ -213,15 +256,65 @@ def _open_gguf(model: Path, tokenizer: Path | None) -> tuple[TrellisForCausalLM,
         ) from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    known = None if tokenizer is None else load_tokenizer(tokenizer)
     names = {"pretrained_model_name_or_path": model.parent, "gguf_file": model.name}
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)
-        if tokenizer is not None:
-            return imported(loaded), load_tokenizer(tokenizer)
-        fast = AutoTokenizer.from_pretrained(**names)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{model} cannot be converted: {error}") from error
-    return imported(loaded), TextTokenizer(fast.backend_tokenizer.to_str(), str(model))
+    with _named(model):
+        reader = gguf.GGUFReader(model)
+        told = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if not name.startswith("tokenizer.") or name.endswith((".pre", ".model"))
+        }
+        check_gguf(told, [tensor.name for tensor in reader.tensors])
+        if known is None:
+            if "tokenizer.ggml.model" not in told:
+                raise ValueError("it has no tokenizer; give one with --tokenizer")
+            known = _gguf_tokenizer(told, AutoTokenizer.from_pretrained(**names), model)
+        return imported(AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)), known
+
+
+def check_gguf(told: dict[str, Any], tensors: Sequence[str]) -> None:
+    """Raises ValueError at what transformers' loader of GGUF files would leave out in silence.
+
+    told: the file's own facts about the model, such as "general.architecture".
+    """
+    family = told.get("general.architecture")
+    if family not in FAMILIES:
+        raise ValueError(f"it must be of the kind {', '.join(FAMILIES)}; got {family!r}")
+    lost = {
+        "rotary positions that are scaled": (
+            told.get(f"{family}.rope.scaling.type", "none") != "none"
+            or "rope_freqs.weight" in tensors
+        ),
+        "a window of its attention": bool(told.get(f"{family}.attention.sliding_window")),
+        "biases": family != "qwen2" and any(name.endswith(".bias") for name in tensors),
+    }
+    for what, there in lost.items():
+        if there:
+            raise ValueError(
+                f"it has {what}, which would be lost in reading a GGUF file; give the model's "
+                "folder of transformers"
+            )
+
+
+def _gguf_tokenizer(told: dict[str, Any], fast: Any, model: Path) -> TextTokenizer:
+    """The tokenizer of a GGUF file.
+
+    transformers cuts text into words as GPT-2 does, whatever rule the file names for its model.
+    Raises ValueError at a rule that is not known here.
+    """
+    inner = fast.backend_tokenizer
+    rule = told.get("tokenizer.ggml.pre", "default")
+    if told["tokenizer.ggml.model"] == "gpt2":
+        if rule == "smollm":  # every digit is a word of its own
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
+        elif rule not in ("default", "gpt-2", told["general.architecture"]):
+            raise ValueError(
+                f"it cuts text into words by the rule {rule!r}, which would be lost in reading a "
+                "GGUF file; give the model's tokenizer.json with --tokenizer"
+            )
+    return TextTokenizer(inner.to_str(), str(model))
 
 
 def _fitting(
@@ -283,8 +376,9 @@ def convert(
                 f"{out} was started with other values of {', '.join(changed)}: give the same, or "
                 "another --out"
             )
-    else:
+    elif not is_empty(out):
         check_new(out)
+    _remove_partial(out)
     if not (out / "start" / "config.json").is_file():
         _begin(model, tokenizer, corpus, out, chosen, asked)
     network, known = load_run(out / "teacher")
@@ -297,6 +391,16 @@ def convert(
     run.stage("extend", out / "distilled", "text")
     run.finished("extend", out / "distilled", out / "model")
     return run.measure(network, known, kept)
+
+
+def _remove_partial(out: Path) -> None:
+    """Deletes what a killed process had begun to write: files and folders such as .model.x1y2."""
+    for name in PARTS:
+        for path in out.glob(f".{name}.*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _begin(
@@ -356,11 +460,17 @@ def _recipe(
         },
         "distill": {"teacher": str((out / "teacher").resolve()), "loss": loss},
         "log": {
-            "every": max(1, steps // 20), "validate_every": max(1, steps // 4),
+            "every": max(1, steps // 20), "validate_every": max(1, -(-steps // 4)),
             "validation_tokens": chosen.validation_tokens,
         },
         "checkpoint": {"every": max(1, steps // 10)},
     })  # fmt: skip
+
+
+def tokens_of(chosen: Conversion, stage: int) -> int:
+    """The tokens of a step of a stage: as many whole rows as there is room for."""
+    context = chosen.contexts[stage]
+    return chosen.batch_tokens // context * context
 
 
 class _Run:
@@ -374,11 +484,23 @@ class _Run:
         steps = self.chosen.steps[STAGES.index(name)]
         folder = self.out / name
         done = checkpoints.steps_in(folder)
-        if steps == 0 or (done and done[-1] >= steps):
+        if steps == 0:
+            return
+        if done and done[-1] >= steps:
+            bad = checkpoints.open_checkpoint(folder, verify=False).content["bad_in_a_row"]
+            if bad:
+                raise TrainingStopped(
+                    f"the last {bad} steps of {folder} were not finite, so its model is useless: "
+                    "begin again in another --out with a lower rate"
+                )
             return
         self.say(f"--- {name}, stage {STAGES.index(name) + 1} of {len(STAGES)}")
         recipe = _recipe(self.out, self.corpus, self.chosen, name, start, loss)
-        train(recipe, folder, resume=(folder / RECIPE).is_file())
+        try:
+            train(recipe, folder, resume=(folder / RECIPE).is_file())
+        except Interrupted:
+            self.say("the same command of `trellis convert` goes on with the whole conversion")
+            raise
 
     def finished(self, name: str, before: Path, after: Path) -> None:
         """Writes the model that a stage ended with; that before it if the stage has no steps."""
@@ -421,9 +543,9 @@ class _Run:
         path = self.out / "costs.json"
         if not path.is_file():
             aligned, _ = load_run(source)
+            aligned.requires_grad_(False)
             teacher = Teacher(str(self.out / "teacher"), self.corpus, torch.device("cpu"))
-            context = self.chosen.contexts[0]
-            rows = max(1, LOGITS // self.corpus.vocab_size // context)
+            context, rows = self._batch()
             with torch.autocast("cpu", torch.bfloat16, enabled=self.chosen.precision == "bf16"):
                 found = teacher.costs(
                     aligned, layers, self.corpus.train, context, self.chosen.validation_tokens, rows
@@ -434,6 +556,12 @@ class _Run:
         for layer, cost in costs.items():
             self.say(f"  layer {layer}: {cost:.4f}")
         return costs
+
+    def _batch(self) -> tuple[int, int]:
+        """The context of the first stage, and how many such rows are read at once."""
+        context = self.chosen.contexts[0]
+        tokens = min(self.chosen.batch_tokens, LOGITS // self.corpus.vocab_size)
+        return context, max(1, tokens // context)
 
     # What became of it.
 
@@ -451,14 +579,38 @@ class _Run:
         draw(result, self._curve(), picture)
         return Report(result, list(_tables(result)), [path, picture, self.out / "model"])
 
+    def _stages(self, kept: list[int]) -> dict[str, Any]:
+        """How far the student was from the teacher after every stage, in fp32, at one context.
+
+        "keep" is the aligned student whose most costly layers have their attention back.
+        """
+        context, rows = self._batch()
+        teacher = Teacher(str(self.out / "teacher"), self.corpus, torch.device("cpu"))
+        found: dict[str, Any] = {}
+        read = 0
+        for number, name in enumerate(STAGES):
+            steps = self.chosen.steps[number]
+            read += steps * tokens_of(self.chosen, number)
+            folders = {name: name} if steps else {}
+            if number == 0 and kept:
+                folders["keep"] = "aligned"
+            for key, folder in folders.items():
+                student, _ = load_run(self.out / folder)
+                compared = teacher.compare(
+                    student, self.corpus.validation, context, self.chosen.validation_tokens, rows,
+                    mixers=False,
+                )  # fmt: skip
+                found[key] = {"tokens": read, "context": context, **compared}
+                self.say(f"measured: after {key}")
+        return found
+
     def _curve(self) -> list[dict[str, Any]]:
         """All validations of all stages; `tokens` counts those of the stages before, too."""
         found, before = [], 0
         for name, steps in zip(STAGES, self.chosen.steps):
             if not steps:
                 continue
-            recipe = recipe_of(self.out / name)
-            tokens = recipe.rows * recipe.data.context
+            tokens = tokens_of(self.chosen, STAGES.index(name))
             for record in read_metrics(self.out / name):
                 if "validation_loss" in record:
                     at = before + record["step"] * tokens
@@ -474,7 +626,7 @@ class _Run:
         kept: list[int],
     ) -> dict[str, Any]:
         chosen = self.chosen
-        stages = {record["stage"]: record for record in self._curve()}  # the last of each
+        stages = self._stages(kept)
         window = chosen.window or max(chosen.contexts)
         shortest, longest = max(2, chosen.contexts[0] // 2), 2 * max(chosen.contexts)
         contexts = sorted({shortest, *chosen.contexts, longest})
@@ -618,8 +770,9 @@ def _tables(result: dict[str, Any]) -> Iterator[Table | str]:
          f"{stage['teacher_validation_loss']:.4f}", f"{stage['validation_kl']:.4f}"]
         for name, stage in result["stages"].items()
     ]  # fmt: skip
-    heads = ["after stage", "tokens so far", "loss", "teacher's loss", "KL to the teacher"]
-    yield Table("nats per token on held-out text", heads, rows)
+    heads = ["after", "tokens so far", "loss", "teacher's loss", "KL to the teacher"]
+    context = max((stage["context"] for stage in result["stages"].values()), default=0)
+    yield Table(f"nats per token on held-out text, context {context}", heads, rows)
     measures = result["measures"]
     names = list(dict.fromkeys(entry["model"] for entry in measures))
     contexts = list(dict.fromkeys(entry["context"] for entry in measures))

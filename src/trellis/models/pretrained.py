@@ -239,7 +239,7 @@ def replaced(
 
     fields: of the new mixer's configuration. Unless they are given, `heads` and `head_dim` are
         those of the attention, and what the mixer's `like_attention` names is as it says there.
-    window: of the attention that stays; None leaves it as it is.
+    window: of the attention that stays, where its own is not smaller; None leaves it as it is.
 
     The new mixer takes over each of the maps q, k, v and o that has the same shape in it, with
     grouped keys and values repeated for each query head. Norms of q and k go into the rows of their
@@ -260,7 +260,7 @@ def replaced(
         names[layer] = mixer
     attention = dict(config.mixer_config.get("transformer", {}))
     if window is not None:
-        attention["window"] = window
+        attention["window"] = min(window, attention.get("window") or window)
     sections = {"transformer": attention, mixer: _fields_for(model, mixer, fields or {})}
     changed = TrellisConfig.from_dict({
         **config.to_dict(), "mixer": names,

@@ -103,15 +103,18 @@ class Teacher:
             found[i] = (mixed.float() - wanted).square().sum() / wanted.square().sum()
         return found
 
-    def divergence(self, called: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sums over the predicted tokens of a batch: KL(teacher || student), the teacher's loss."""
+    def divergence(self, called: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums over the predicted tokens of a batch: KL(teacher || student), and the losses of
+        the teacher and of the student, the latter without a gradient."""
         log_p, targets = self._log_probabilities(batch)
         inputs = batch.model_inputs()
         real = inputs.pop("targets").flatten() != IGNORED
         ours = called(**inputs, use_cache=False, logits_to_keep=0).logits.flatten(0, 1)[real]
+        log_q = ours.float().log_softmax(-1)
         return (
-            _divergence(log_p, ours.float().log_softmax(-1)),
+            _divergence(log_p, log_q),
             F.nll_loss(log_p, targets, reduction="sum"),
+            F.nll_loss(log_q.detach(), targets, reduction="sum"),
         )
 
     def _log_probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -167,22 +170,20 @@ class Teacher:
     ) -> dict[str, Any]:  # fmt: skip
         """How far the student is from the teacher on about `tokens` tokens of a stream.
 
-        validation_kl and teacher_validation_loss are in nats per token. mixers: also the errors of
-        the student's mixers, alone, by layer.
+        validation_kl, validation_loss (the student's) and teacher_validation_loss are in nats per
+        token. mixers: also the errors of the student's mixers, alone, by layer.
         """
-        kl = loss = 0.0
+        sums = torch.zeros(3, dtype=torch.float64)
         count, batches = 0, 0
         errors: dict[int, float] = {}
         for batch in self._batches(stream, context, tokens, rows):
-            found = self.divergence(student, batch)
-            kl, loss, count = kl + float(found[0]), loss + float(found[1]), count + batch.predicted
+            sums += torch.stack(self.divergence(student, batch)).cpu().double()
+            count += batch.predicted
             batches += 1
             for layer, error in self.mixer_errors(student, batch).items() if mixers else ():
                 errors[layer] = errors.get(layer, 0.0) + float(error)
-        result: dict[str, Any] = {
-            "validation_kl": kl / count,
-            "teacher_validation_loss": loss / count,
-        }
+        names = ("validation_kl", "teacher_validation_loss", "validation_loss")
+        result: dict[str, Any] = dict(zip(names, (sums / count).tolist()))
         if mixers:
             result["mixer_errors"] = {str(i): error / batches for i, error in errors.items()}
         return result

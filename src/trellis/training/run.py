@@ -75,7 +75,7 @@ def train(
             # Keeps others out: two trainers would overwrite each other's files.
             group.on_first(lambda: stack.enter_context(locked(run)))
             resumed = _newest_checkpoint(recipe, run, corpus, group)
-        elif run.exists() and not _is_empty(run) and not dry_run:
+        elif run.exists() and not is_empty(run) and not dry_run:
             raise FileExistsError(
                 f"{run} exists already: give another --out, or --resume to go on with it"
             )
@@ -113,7 +113,7 @@ def validation_part(
     return other.train
 
 
-def _is_empty(folder: Path) -> bool:
+def is_empty(folder: Path) -> bool:
     """Whether a folder has no files but those, with a dot, that an interrupted start may leave."""
     return folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
 
