@@ -505,7 +505,7 @@ def test_a_gguf_file_says_how_text_is_cut_into_words(tmp_path):
 
     assert tokens(None) == tokens("gpt-2") == tokens("qwen2", "qwen2") == 3
     assert tokens("smollm") == 4  # SmolLM's digits are words of their own
-    with pytest.raises(ValueError, match="words by the rule 'llama-bpe'.*give the model's tok"):
+    with pytest.raises(ValueError, match=r"words by the rule 'llama-bpe'.*give the model's tok"):
         tokens("llama-bpe")
 
 
