@@ -123,7 +123,7 @@ def fit(
 
     _check_new(out=out)
     model_fields, fit_fields = split_settings(settings)
-    for name in ("horizon", "lookback", "channels", "past", "future", "static"):
+    for name in ("horizon", "lookback", "channels", "past", "future", "static", "normalizer"):
         if name in model_fields:
             raise ValueError(
                 f"--set cannot set {name}: it follows from the file or has an option of its own"
@@ -135,7 +135,6 @@ def fit(
     levels = () if quantiles == "none" else _levels(quantiles)
     given: dict[str, Any] = {
         "horizon": horizon, "lookback": lookback, "quantiles": levels, "channels": channels,
-        "normalizer": "running" if streaming else "window",
     }  # fmt: skip
     usual = recipe_model(lookback, streaming) | {"by_channel": channels is not None}
     config = build(ForecastConfig, {**usual, **given, **model_fields})

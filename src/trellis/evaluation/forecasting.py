@@ -161,7 +161,8 @@ class _Test:
         if name in PEERS:
             return
         sizes = {"lookback": lookback, "horizon": horizon, "channels": len(channels)}
-        base = build(ForecastConfig, {**recipe_model(lookback), **model_fields, **sizes})
+        usual = recipe_model(lookback, model_fields.get("normalizer") == "running")
+        base = build(ForecastConfig, {**usual, **model_fields, **sizes})
         self.config = base
         if name != base.mixer:
             plain = ForecastConfig(**{**asdict(base), "mixer": name, "mixer_config": {}})

@@ -91,14 +91,16 @@ class FitOptions:
 def recipe_model(lookback: int, streaming: bool = False) -> dict[str, Any]:
     """Fields of ForecastConfig by the recipe, for a lookback of so many rows.
 
-    A patch is an eighth of the lookback, but at least 16 rows; 8 rows of a stream, which reads a
-    patch when it is full. A lookback is a few patches, so memories are small: 4 heads of 16
-    channels and 16 slots.
+    A patch is an eighth of the lookback, but at least 16 rows. A lookback is a few patches, so
+    memories are small: 4 heads of 16 channels and 16 slots.
+    streaming: the recipe of streams: the running normaliser with a half-life of 200 rows, and
+    patches of 8 rows, since a stream reads a patch when it is full.
     """
     patch = 8 if streaming else max(16, lookback // 8)
+    stream = {"normalizer": "running", "half_life": 200.0} if streaming else {}
     return {
         "patch": min(lookback, patch), "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3,
-        "by_channel": True, "mixer_config": {"shape": "model"},
+        "by_channel": True, "mixer_config": {"shape": "model"}, **stream,
     }  # fmt: skip
 
 
