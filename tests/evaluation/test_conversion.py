@@ -630,7 +630,7 @@ def test_stories(tmp_path):
     data = tmp_path / "data"
     prepare_corpus([source], data, tokenizer=str(tmp_path / "tokenizer"), validation=0.2)
     chosen = Conversion(
-        steps=[12, 10, 2], contexts=[128, 128, 256], batch_tokens=1024, validation_tokens=2048,
+        steps=[12, 30, 2], contexts=[128, 128, 256], batch_tokens=1024, validation_tokens=2048,
         window=16, keep_attention=1,
     )  # fmt: skip
     found = conversion.convert(STORIES / "stories260K.bin", data, tmp_path / "run", chosen).found
