@@ -1,5 +1,6 @@
 """Training, and `trellis forecast` from a CSV file to forecasts, tables and pictures."""
 
+import contextlib
 import csv
 import datetime as dt
 import json
@@ -20,8 +21,10 @@ from trellis.forecasting import (
     StreamingForecaster,
     fit,
     fitting,
+    forecaster,
 )
 from trellis.forecasting.fitting import APART, solve_linear, validate
+from trellis.forecasting.series import Series
 from trellis.forecasting.windows import Errors, Windows, pinball
 
 SMALL = ["--set", "dim=16", "--set", "layers=1", "--set", "heads=2", "--set", "patch=4"]
@@ -403,6 +406,26 @@ def test_predict_takes_its_columns_from_a_file_with_more(tmp_path):
     other.write_text("\n".join(f"{when},{heat},7,{load}" for when, load, heat in rows))
     other.write_text(other.read_text().replace("heat,7,load", "heat,wind,load", 1))
     assert good("predict", model, other).stdout == good("predict", model, data).stdout
+
+
+def test_a_picture_shows_the_channel_that_is_forecast(tmp_path, monkeypatch):
+    """Of a file that has more channels, in another order."""
+    drawn = []
+
+    class Axis:
+        def plot(self, dates, values, **how):
+            drawn.append(np.asarray(values))
+
+        def __getattr__(self, name):
+            return lambda *arguments, **how: None
+
+    monkeypatch.setattr(forecaster, "figure", lambda *a, **how: contextlib.nullcontext(Axis()))
+    dates = [dt.datetime(2024, 1, 1, hour) for hour in range(4)]
+    series = Series(["wind", "load"], dates, np.array([[n, 10.0 * n] for n in range(4)]))
+    found = forecaster.Forecast(["load"], dates[:2], np.full((2, 1, 1), 7.0), (), 0)
+    forecaster.draw_forecast(found, series, tmp_path / "f.png")
+    assert drawn[0].tolist() == [0.0, 10.0, 20.0, 30.0]
+    assert drawn[1].tolist() == [7.0, 7.0]
 
 
 @pytest.mark.parametrize(("first", "second"), [("", "+09:00"), ("+09:00", "")])

@@ -347,7 +347,8 @@ def draw_forecast(forecast: Forecast, series: Series, path: Path) -> None:
     """A picture of the last rows of the first channel and their forecast, with its quantiles."""
     shown = min(len(series.dates), 4 * len(forecast.dates))
     with figure(path, figsize=(9, 4)) as axis:
-        axis.plot(series.dates[-shown:], series.values[-shown:, 0], color="0.3")
+        column = series.names.index(forecast.names[0])  # a file may have more, in another order
+        axis.plot(series.dates[-shown:], series.values[-shown:, column], color="0.3")
         lines, levels = forecast.values[:, 0], forecast.levels
         for low in range(len(levels) // 2):
             high = len(levels) - 1 - low

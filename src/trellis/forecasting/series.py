@@ -216,7 +216,7 @@ def moment(date: str | dt.datetime, zone: bool) -> dt.datetime:
     """
     if isinstance(date, str):
         try:
-            date = dt.datetime.fromisoformat(date[:-1] + "+00:00" if date[-1:] == "Z" else date)
+            date = _iso_date(date)
         except ValueError:
             raise ValueError(f"a date must be like 2024-12-31 23:50:00; got {date!r}") from None
     if (date.tzinfo is not None) != zone:
@@ -359,7 +359,7 @@ class _Reader:
             if self.date_format is not None:
                 date = dt.datetime.strptime(text, self.date_format)
             else:
-                date = dt.datetime.fromisoformat(text[:-1] + "+00:00" if text[-1:] == "Z" else text)
+                date = _iso_date(text)
         except ValueError:
             expected = (
                 f"like {dt.datetime(2024, 12, 31, 23, 50).strftime(self.date_format)!r}"
@@ -509,6 +509,11 @@ class _Reader:
                 every = np.arange(len(gaps))
                 full[:, place] = np.interp(every, known, full[known, place])
             self.notes.append(f"{int(gaps.sum())} missing cells of {column} were filled")
+
+
+def _iso_date(text: str) -> dt.datetime:
+    """A date such as 2024-12-31 23:50, with or without an offset; Z is one. Raises ValueError."""
+    return dt.datetime.fromisoformat(text[:-1] + "+00:00" if text[-1:] == "Z" else text)
 
 
 def _check_date_format(form: str) -> None:
