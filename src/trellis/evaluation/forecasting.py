@@ -44,16 +44,11 @@ from .runner import Job, Record, Records, Report, Table, slug
 
 BASELINES = ("repeat-last", "nlinear")
 SEASONAL = "nlinear-season"
-#: name -> (class in neuralforecast, how that class is trained by default)
-PEERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "patchtst": ("PatchTST", {"learning_rate": 1e-4, "steps": 5000}),
-    "nhits": ("NHITS", {"learning_rate": 1e-3, "steps": 1000}),
-}
-#: What both have by default.
-PEER_FIT = {
-    "loss": "mae", "weight_decay": 0.0, "check_every": 100, "validation_windows": 600,
-    "average": 0.0,
-}  # fmt: skip
+#: name -> class in neuralforecast
+PEERS = {"patchtst": "PatchTST", "nhits": "NHITS"}
+#: How they are trained: by the recipe, but without decay of weights, which neuralforecast leaves
+#: out. docs/lab-notebook.md compares it with what their classes have by default.
+PEER_FIT = {**RECIPE_FIT, "weight_decay": 0.0}
 #: Test windows that are drawn, spread evenly.
 DRAWN = 3
 #: The fan around forecasts of one number: these quantiles of their errors on validation, but for
@@ -156,7 +151,7 @@ class _Test:
         self.options: FitOptions | None = None
         if name in (*BASELINES, SEASONAL):
             return
-        usual = {**PEER_FIT, **PEERS[name][1]} if name in PEERS else RECIPE_FIT
+        usual = PEER_FIT if name in PEERS else RECIPE_FIT
         self.options = build(FitOptions, {**usual, **fit_fields, "seed": seed})
         if name in PEERS:
             return
@@ -222,7 +217,7 @@ class _Test:
         torch.manual_seed(self.seed)
         if self.config is not None:
             return ForecastModel(self.config)
-        return Peer(PEERS[self.name][0], *self.sizes, self.seed)
+        return Peer(PEERS[self.name], *self.sizes, self.seed)
 
     @torch.no_grad()
     def examples(
