@@ -85,6 +85,32 @@ def test_training_learns(normalizer, quantiles):
     assert found.looks[0][2:] == start
 
 
+def test_a_look_at_a_stream_takes_so_many_forecasts(monkeypatch):
+    """Spread over the part, and over the streams of a long file."""
+    config = ForecastConfig(
+        horizon=6, lookback=24, patch=4, dim=16, layers=1, heads=2, normalizer="running"
+    )
+    model = ForecastModel(config).eval()
+    values = torch.randn(400, 1)
+    asked = []
+    plain = model.forecasts_within
+    monkeypatch.setattr(
+        model, "forecasts_within", lambda rows, at: (asked.append(at.tolist()), plain(rows, at))[1]
+    )
+    for spans in ([(296, 400)], [(0, 200), (200, 400)]):
+        part = Windows(values, spans, 24, 6)
+        every = validate(model, part, FitOptions(context=24, validation_windows=None))
+        assert every == validate(model, part, FitOptions(context=24, validation_windows=500))
+        whole = asked[: len(spans)]
+        asked.clear()
+        assert every != validate(model, part, FitOptions(context=24, validation_windows=4))
+        for few, many in zip(asked, whole):
+            assert len(few) == 4 // len(spans)
+            assert few[0] == many[0]
+            assert few[-1] == many[-1]
+        asked.clear()
+
+
 @pytest.mark.parametrize(
     "given",
     [{}, {"by_channel": True, "channels": 2}, {"normalizer": "running", "half_life": 24.0}],
@@ -344,6 +370,84 @@ def test_a_season_is_found_by_dates_and_forecast_at_the_right_hours(tmp_path):
     assert not (tmp_path / "n").exists()
 
 
+def test_a_new_series_must_show_what_is_usual_in_its_season(tmp_path):
+    """Too short, it is refused; long enough, a series that repeats its days is forecast exactly."""
+    usual = np.random.default_rng(0).normal(size=24) * 10
+    dates = [dt.datetime(2024, 1, 1) + dt.timedelta(hours=n) for n in range(240)]
+    lines = [f"a,{date},{50 + usual[date.hour]:.6f}" for date in dates]
+    data, other, model = (tmp_path / name for name in ("a.csv", "b.csv", "m.safetensors"))
+    data.write_text("\n".join(["unique_id,ds,y", *lines]))
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    new = [line.replace("a,", "shop,", 1) for line in lines]
+    other.write_text("\n".join(["unique_id,ds,y", *new[:47]]))
+    assert "shop has 47 rows; at least 48 are needed" in str(run("predict", model, other).exception)
+    other.write_text("\n".join(["unique_id,ds,y", *new[:53]]))
+    rows = list(csv.reader(good("predict", model, other).stdout.splitlines()))
+    wanted = [50 + usual[(53 + n) % 24] for n in range(5)]
+    np.testing.assert_allclose([float(row[2]) for row in rows[1:]], wanted, atol=0.1)
+
+
+def test_forecasts_keep_the_digits_of_numbers_with_a_large_offset(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    rows = list(csv.reader(data.open()))
+    lines = [f"{when},{1.7e9 + float(load):.4f}" for when, load, _ in rows[1:]]
+    data.write_text("\n".join(["when,load", *lines]))
+    model = tmp_path / "m.safetensors"
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    printed = list(csv.reader(good("predict", model, data).stdout.splitlines()))[1:]
+    found = json.loads(good("predict", model, data, "--json").stdout)["forecasts"][0]["values"]
+    np.testing.assert_allclose(
+        [float(row[1]) for row in printed], [step[0][2] for step in found], rtol=0, atol=1e-4
+    )
+
+
+def test_columns_that_quantiles_would_repeat_are_refused(tmp_path):
+    data = wide(tmp_path / "data.csv")
+    data.write_text(data.read_text().replace("heat", "load-0.9", 1))
+    sizes = ["--horizon", 5, "--lookback", 24, *SMALL, *QUICK]
+    result = run("fit", data, "--out", tmp_path / "m", *sizes)
+    assert "would have the column 'load-0.9' twice" in str(result.exception)
+    good("fit", data, "--out", tmp_path / "m", *sizes, "--quantiles", "none")
+
+
+@pytest.mark.parametrize("mixer", ["mamba2", "gsa", "trellis"])
+def test_any_mixer_by_a_field_and_single_fields_of_it(tmp_path, mixer):
+    data, model = wide(tmp_path / "data.csv"), tmp_path / "m.safetensors"
+    more = ["--set", "mixer_config.slots=8"] if mixer == "trellis" else []
+    good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK,
+         "--set", f"mixer={mixer}", *more)  # fmt: skip
+    config = Forecaster.load(model).config
+    assert config.mixer == mixer
+    assert config.mixer_config == ({"shape": "model", "slots": 8} if more else {})
+    told = run("evaluate", data, "--set", f"mixer={mixer}", "--out", tmp_path / "runs")
+    assert "mixers are chosen by models" in str(told.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_trouble_in_columns_that_a_forecaster_does_not_use(tmp_path):
+    data, model = wide(tmp_path / "data.csv"), tmp_path / "m.safetensors"
+    lines = [line + ",windy" for line in data.read_text().splitlines()]
+    data.write_text("\n".join([lines[0].replace("windy", "note"), *lines[1:]]))
+    good("fit", data, "--out", model, "--columns", "heat", "--horizon", 5, "--lookback", 24,
+         *SMALL, *QUICK)  # fmt: skip
+    assert good("predict", model, data).stdout.startswith("when,heat,")
+
+
+def test_a_file_that_appears_during_training_is_kept(tmp_path, monkeypatch):
+    data, model = wide(tmp_path / "data.csv"), tmp_path / "m.safetensors"
+    solve = fitting.solve_linear
+
+    def another_program(*arguments):
+        model.write_text("mine")
+        return solve(*arguments)
+
+    monkeypatch.setattr(fitting, "solve_linear", another_program)
+    told = good("fit", data, "--out", model, "--horizon", 5, "--lookback", 24, *SMALL, *QUICK)
+    assert model.read_text() == "mine"
+    assert "m-2.safetensors" in told.output
+    assert Forecaster.load(tmp_path / "m-2.safetensors").names == ["load", "heat"]
+
+
 def test_a_streaming_forecaster_from_the_command_line(tmp_path):
     data = wide(tmp_path / "data.csv", start=dt.datetime(2024, 1, 1, 5))
     model = tmp_path / "m.safetensors"
@@ -357,14 +461,19 @@ def test_a_streaming_forecaster_from_the_command_line(tmp_path):
     for given in (
         {"start": "2024-01-01 05:00"},
         {"start": dt.datetime(2024, 1, 1, 5)},
-        {"place": 5},
+        {"start": np.datetime64("2024-01-01T05:00:00.000000000")},
+        {"place": 24 * 10**30 + 5},
+        {"place": np.int64(5)},
     ):
         stream = StreamingForecaster(loaded, **given)
         stream.observe(rows)
         stream.observe(np.empty((0, 2)))
         assert float(printed[1][1]) == pytest.approx(stream.forecast()[0, 0, 2], rel=1e-4)
+    assert loaded.place_of(dt.date(2024, 1, 1)) % 24 == 0
     for given, message in (
         ({}, "season of 24 rows: give start, the date of the first row"),
+        ({"start": 20240101}, "a date must be like 2024-12-31 23:50:00; got 20240101"),
+        ({"place": -1}, "place must be a whole number of at least 0; got -1"),
         ({"start": "yesterday"}, "a date must be like 2024-12-31 23:50:00; got 'yesterday'"),
         ({"start": "2024-01-01 05:00+02:00"}, "has an offset from UTC; the dates in training had"),
     ):

@@ -162,6 +162,79 @@ def test_last_days_of_months(read):
     assert short.step.after(short.series[0].dates[0], 2) == dt.datetime(2024, 4, 30)
 
 
+@pytest.mark.parametrize("first", ["2024-01-30", "2024-02-29"])
+def test_a_day_that_some_months_lack(read, first):
+    days = [first, "2024-03-30", "2024-04-30", "2024-05-30", "2024-06-30"]
+    if first == "2024-01-30":
+        days.insert(1, "2024-02-29")
+    file = read(["date,a"] + [f"{day},1" for day in days])
+    assert [date.date().isoformat() for date in file.series[0].dates] == days
+    assert file.step.after(file.series[0].dates[0], len(days)) == dt.datetime(2024, 7, 30)
+
+
+def test_dates_beyond_the_last_are_refused(read):
+    step = read(hourly(start="9999-12-31 12:00", count=12)).step
+    with pytest.raises(ValueError, match="12 steps of 1:00:00 after 9999-12-31 23:00:00 there are"):
+        step.after(dt.datetime(9999, 12, 31, 23), 12)
+    with pytest.raises(ValueError, match="8 steps of 1 month after 9999-12-01"):
+        type(step)(months=1).after(dt.datetime(9999, 12, 1), 8)
+    lines = ["date,a"] + [f"0001-01-01T0{n}:00:00+05:00,1" for n in range(4)]
+    with pytest.raises(ValueError, match=r"row 2: '0001-01-01T00:00:00.05:00' has no date in UTC"):
+        read(lines)
+
+
+def test_a_gap_that_is_nearly_all_of_a_file_is_not_filled(read):
+    lines = hourly(40)
+    lines[-1] = lines[-1].replace("2024-01-02", "2034-01-02")
+    with pytest.raises(ValueError, match=r"\d+ rows are missing between row 40.*row 41.*made up"):
+        read(lines, missing="linear")
+
+
+def test_a_number_far_from_all_others_gets_a_note(read):
+    file = read(hourly(40, cell=at(7, 0, "12345")))
+    assert file.series[0].values[7, 0] == 12345
+    (note,) = file.notes
+    assert "column 'a', row 9 is 12345, far from all others (1 such cells)" in note
+
+
+def test_rows_count_by_their_first_line(read):
+    lines = hourly(cell=at(3, 0, '"x\ny"'))
+    with pytest.raises(ValueError, match="column 'a', row 5 must be a number"):
+        read(lines)
+    with pytest.raises(ValueError, match="column 'b', row 8 must be a number; got '1_0'"):
+        read(hourly(cell=at(6, 1, "1_0")))
+
+
+def test_of_known_columns_those_are_read_that_a_file_has(read):
+    lines = hourly(columns=("a", "wind"), cell=lambda n, c: "north" if c == 1 else None)
+    assert read(lines, known=["b", "a"]).series[0].names == ["a"]
+    with pytest.raises(ValueError, match="'wind', row 2 must be a number"):
+        read(lines, known=["b"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "form", "expected"),
+    [
+        (["2024-01-01", "2024-01-02", "2024-01-03"], None, "2024-01-04"),
+        (["2024-01-01 00:00", "2024-01-02 00:00", "2024-01-03 00:00"], None, "2024-01-04 00:00:00"),
+        (["01.01.2024", "02.01.2024", "03.01.2024"], "%d.%m.%Y", "04.01.2024"),
+        (
+            ["01.01.24 10 +0200", "02.01.24 10 +0200", "03.01.24 10 +0200"],
+            "%d.%m.%y %H %z",
+            "04.01.24 08 +0000",
+        ),
+    ],
+)
+def test_forecasts_are_dated_as_the_file_is(read, lines, form, expected):
+    file = read(["date,a", *(f"{line},1" for line in lines)], date_format=form)
+    assert file.date_text(file.step.after(file.series[0].dates[0], 3)) == expected
+
+
+def test_names_of_zones_are_not_read(read):
+    with pytest.raises(ValueError, match="cannot read names of time zones, %Z"):
+        read(hourly(), date_format="%Y-%m-%d %Z")
+
+
 def test_time_zones(read):
     lines = ["date,a"] + [f"2024-03-31T{n:02d}:00:00+02:00,{n}" for n in range(6)]
     file = read(lines)

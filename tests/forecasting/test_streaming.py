@@ -95,6 +95,9 @@ def test_the_state_does_not_grow_and_forecasting_does_not_change_it():
     rows = np.random.default_rng(0).normal(size=(300, 2))
     stream.observe(rows[:50])
     size = stream.nbytes
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+              for _, t in stream._tensors()}  # fmt: skip
+    assert sum(stored.values()) == size  # no part is a view of all rows that were read
     once = stream.forecast()
     assert np.array_equal(once, stream.forecast())
     stream.observe(rows[50:])

@@ -95,6 +95,23 @@ def test_the_usual_course_of_a_cycle_is_learned_and_undone():
         Scaler.of(values, 16)
 
 
+@pytest.mark.parametrize("rows", [24, 30, 145])
+@pytest.mark.parametrize("first", [0, 5])
+def test_neither_a_trend_nor_a_glitch_is_part_of_the_usual_course(rows, first):
+    time = np.arange(rows)
+    usual = 10 * np.sin(2 * np.pi * np.arange(12) / 12)
+    values = np.stack([5.0 * time, 100 + 5 * time + usual[(first + time) % 12]], axis=1)
+    expected = np.stack([np.zeros(12), usual], axis=1)
+    np.testing.assert_allclose(Scaler.of(values, 12, first).cycle, expected, atol=1e-9)
+    values[17] = 1e6
+    np.testing.assert_allclose(Scaler.of(values, 12, first).cycle, expected, atol=1e-9)
+
+
+def test_numbers_that_cannot_be_scaled_are_refused():
+    with pytest.raises(ValueError, match="too large to be scaled"):
+        Scaler.of(1e200 * np.arange(10.0)[:, None])
+
+
 def test_a_season_changes_no_error_of_equal_forecasts():
     """What is subtracted from lookbacks and targets comes back in `subtracted`."""
     values = np.random.default_rng(0).normal(size=(400, 2)) + np.sin(np.arange(400))[:, None]

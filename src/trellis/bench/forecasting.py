@@ -36,7 +36,7 @@ def run(
     """Observes `rows` rows of synthetic series and measures at `marks` marks on the way."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"horizon": 96, "channels": channels}
-    config = ForecastConfig(lookback=96, **sizes, **recipe_model(96, streaming=True))
+    config = ForecastConfig(lookback=96, **sizes, **recipe_model(96, {"normalizer": "running"}))
     scalers = {f"c{n}": (0.0, 1.0) for n in range(channels)}
     stream = StreamingForecaster(Forecaster(ForecastModel(config), scalers))
     parameters = sum(p.numel() for p in stream.forecaster.model.parameters())
@@ -71,7 +71,7 @@ def run(
     last = found[-1]
     stream_rate = 1e3 / (last["observe_ms"] + last["forecast_ms"])
     say(f"a forecast after every row: {stream_rate:.0f} rows/s as a stream")
-    usual = recipe_model(window)
+    usual = recipe_model(window, {})
     read_again = []
     for patch in (config.patch, usual["patch"]):
         whole = ForecastConfig(lookback=window, **sizes, **{**usual, "patch": patch})

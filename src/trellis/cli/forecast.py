@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,8 +137,10 @@ def fit(
     given: dict[str, Any] = {
         "horizon": horizon, "lookback": lookback, "quantiles": levels, "channels": channels,
     }  # fmt: skip
-    usual = recipe_model(lookback, streaming) | {"by_channel": channels is not None}
-    config = build(ForecastConfig, {**usual, **given, **model_fields})
+    if streaming:
+        given["normalizer"] = "running"
+    given = {"by_channel": channels is not None, **given, **model_fields}
+    config = build(ForecastConfig, recipe_model(lookback, given))
     options = build(FitOptions, {**RECIPE_FIT, "seed": seed, **fit_fields})
     for note in read.notes:
         typer.echo(note)
@@ -146,6 +149,9 @@ def fit(
         typer.echo(f"season: the usual course of {cycle} rows is learned first (--season)")
     with progress(f"fit to {file.name}", options.steps) as advance:
         forecaster = fit_file(read, config, options, typer.echo, advance, cycle)
+    if out.exists():  # another program has written it meanwhile: neither file is to be lost
+        meant, out = out, _free(out)
+        typer.echo(f"{meant} was written by another program meanwhile")
     forecaster.save(out)
     typer.echo(f"validation, scaled: {Look(**forecaster.about['best']).errors}")
     typer.echo(f"written to {out}")
@@ -163,6 +169,12 @@ def _check_new(**paths: Path | None) -> None:
             raise ValueError(
                 f"--{name} must be in a folder that is there; there is no {path.parent}"
             )
+
+
+def _free(path: Path) -> Path:
+    """A path beside this one that is not there yet: m-2.safetensors for m.safetensors."""
+    numbers = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
+    return next(other for other in numbers if not other.exists())
 
 
 @app.command(prints_result=True)
@@ -199,8 +211,9 @@ def predict(
             raise ValueError(f"--figure must be a PNG file, such as forecast.png; got {figure}")
     forecaster = Forecaster.load(model)
     read = _read(
-        file, layout, columns, date_column, date_format, missing, sentinels, keep_sentinels
-    )
+        file, layout, columns, date_column, date_format, missing, sentinels, keep_sentinels,
+        forecaster.names,
+    )  # fmt: skip
     for note in read.notes:
         typer.echo(note, err=True)
     forecasts = forecaster.predict(read)
@@ -237,6 +250,7 @@ def _read(
     missing: str,
     sentinels: list[str] | None,
     keep_sentinels: bool,
+    known: Sequence[str] = (),
 ) -> Any:
     from ..forecasting import read_series
 
@@ -247,6 +261,7 @@ def _read(
     return read_series(
         file, layout=layout, columns=names(columns) if columns else (), date_column=date_column,
         date_format=date_format, missing=missing, sentinels=signs, keep_sentinels=keep_sentinels,
+        known=known,
     )  # fmt: skip
 
 

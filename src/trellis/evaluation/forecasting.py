@@ -90,6 +90,8 @@ def run(
     label: goes into the name of the table and its figure.
     """
     checks.choice("part", part, ("validation", "test"))
+    if "mixer" in (model_fields or {}):
+        raise ValueError(f"mixers are chosen by models, not by a field; got {model_fields!r}")
     for name in models:
         known = (*MIXERS, *BASELINES, *PEERS)
         if name not in known:
@@ -156,8 +158,7 @@ class _Test:
         if name in PEERS:
             return
         sizes = {"lookback": lookback, "horizon": horizon, "channels": len(channels)}
-        usual = recipe_model(lookback, model_fields.get("normalizer") == "running")
-        base = build(ForecastConfig, {**usual, **model_fields, **sizes})
+        base = build(ForecastConfig, recipe_model(lookback, {**model_fields, **sizes}))
         self.config = base
         if name != base.mixer:
             plain = ForecastConfig(**{**asdict(base), "mixer": name, "mixer_config": {}})

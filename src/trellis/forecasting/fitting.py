@@ -17,7 +17,7 @@ from .. import checks
 from ..training.optimization import decayed_names
 from .baselines import RIDGE
 from .model import ForecastModel, Level, window_level
-from .windows import Errors, ErrorSums, Windows, errors, pinball
+from .windows import Errors, ErrorSums, Windows, errors, evenly, pinball
 
 LOSSES = ("mse", "mae", "huber")
 #: The recipe of `trellis forecast fit` and of all tables of docs/forecasting.md, chosen on the
@@ -44,7 +44,8 @@ class FitOptions:
     check_every: steps between looks at the validation error. patience: looks without a better one
         after which training ends. The weights of the best look are kept: the one with the lowest
         squared error or, for quantiles, the lowest pinball loss.
-    validation_windows: windows of a look, spread evenly over the validation part; None takes all.
+    validation_windows: windows of a look, spread evenly over the validation part, or forecasts of a
+        stream; None takes all.
     context: with the running normaliser, the rows that a training segment has.
     clip: the largest norm of the gradient.
     average: the decay of a running mean of the weights: 0.99 for about the last 100 steps, or the
@@ -88,19 +89,24 @@ class FitOptions:
         checks.choice("loss", self.loss, LOSSES)
 
 
-def recipe_model(lookback: int, streaming: bool = False) -> dict[str, Any]:
-    """Fields of ForecastConfig by the recipe, for a lookback of so many rows.
+def recipe_model(lookback: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ForecastConfig by the recipe, for a lookback of so many rows, but for those given.
 
     A patch is an eighth of the lookback, but at least 16 rows. A lookback is a few patches, so
-    memories are small: 4 heads of 16 channels and 16 slots.
-    streaming: the recipe of streams: the running normaliser with a half-life of 200 rows, and
-    patches of 8 rows, since a stream reads a patch when it is full.
+    the memories of Trellis are small: 4 heads of 16 channels and 16 slots. Other mixers have their
+    default sizes.
+    given: fields that the user chose; those of mixer_config are chosen one by one. With
+        normalizer="running" the recipe is that of streams: a half-life of 200 rows, and patches of
+        8 rows, since a stream reads a patch when it is full.
     """
+    streaming = given.get("normalizer") == "running"
     patch = 8 if streaming else max(16, lookback // 8)
     stream = {"normalizer": "running", "half_life": 200.0} if streaming else {}
+    mixer = {"shape": "model"} if given.get("mixer", "trellis") == "trellis" else {}
     return {
         "patch": min(lookback, patch), "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3,
-        "by_channel": True, "mixer_config": {"shape": "model"}, **stream,
+        "by_channel": True, **stream, **given,
+        "mixer_config": {**mixer, **given.get("mixer_config", {})},
     }  # fmt: skip
 
 
@@ -355,7 +361,7 @@ def validate(model: nn.Module, windows: Windows, options: FitOptions) -> Errors:
     """The errors of a model on the validation part, or on so many of its windows."""
     if getattr(getattr(model, "config", None), "normalizer", "window") == "running":
         assert isinstance(model, ForecastModel)
-        return _errors_between_patches(model, windows, options.context)
+        return _errors_between_patches(model, windows, options)
     levels = levels_of(model)
     forecast = model if levels else point_of(model)
     size, most = window_batch(windows), options.validation_windows
@@ -409,21 +415,25 @@ def _segment_loss(
     return measure(out, target)
 
 
-def _errors_between_patches(model: ForecastModel, windows: Windows, context: int) -> Errors:
-    """The errors of a stream over the part, at the end of every patch.
+def _errors_between_patches(model: ForecastModel, windows: Windows, options: FitOptions) -> Errors:
+    """The errors of a stream over the part, at the end of every patch, or of so many of them.
 
     Each stretch is a stream of its own, which begins `context` rows before the first target, or
     where the stretch begins if the rows before it are of another series.
     """
     patch, lookback, horizon = model.config.patch, windows.lookback, windows.horizon
     sums = ErrorSums(levels_of(model))
+    most = options.validation_windows
+    if most is not None:
+        most = max(1, most // len(windows.spans))
     for begin, end in windows.spans:
         first, stop = begin + lookback, end - horizon  # rows before the first and last target
         if stop < first:
             continue
-        start = max(0, first - context) if len(windows.spans) == 1 else begin
+        start = max(0, first - options.context) if len(windows.spans) == 1 else begin
         rows = windows.values[start:stop].T
         places = torch.arange(-(-(first - start) // patch) - 1, rows.shape[1] // patch)
+        places = places[evenly(len(places), most)]
         out = model.forecasts_within(rows, places)
         ends = torch.cat([(places + 1) * patch, torch.tensor([rows.shape[1]])])
         target = windows.values[start + ends[:, None] + torch.arange(horizon)]

@@ -10,7 +10,6 @@ forecaster.predict(file)          # a list of forecasts, one for each series of 
 from __future__ import annotations
 
 import csv
-import datetime as dt
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -116,13 +115,16 @@ class Forecaster:
         least = config.patch if running else config.lookback
         need_rows(series, least, "since a forecast is made from so many", file.path)
         known = all(name in self.scalers for name in series.names)
+        if not known and self.season is not None:
+            why = f"since what is usual in its season of {self.season} rows is learned from them"
+            need_rows(series, 2 * self.season, why, file.path)
         # Counted from the first date, as the file was: months of 31 days stay so.
         read, first = len(series.dates), series.dates[0]
         place = file.step.number(first)
         scaler = (
             self.scaler(series.names)
             if known
-            else Scaler.of(series.values, _season_of(read, self.season), place)
+            else _scaler_of(series, series.values, self.season, place, file.path)
         )
         rows = series.values if running else series.values[-config.lookback :]
         begin = place + read - len(rows)
@@ -136,6 +138,8 @@ class Forecaster:
             more = (swings * Course.of(scaler, horizon, place + read).rows)[0, ..., None].numpy()
         out = self.model(scaled)[0].sort(-1).values.double().numpy() + more  # [H, C, Q]
         values = scaler.undo(out.swapaxes(1, 2), place + read).swapaxes(1, 2)
+        if not np.isfinite(values).all():
+            raise ValueError(f"{file.path}: the forecasts of {series.names[0]!r} are not finite")
         dates = [file.step.after(first, read + n) for n in range(config.horizon)]
         return Forecast(series.names, dates, values, config.quantiles, config.point)
 
@@ -172,7 +176,7 @@ class Forecaster:
         places = [series.names.index(name) for name in self.names]
         return Series(self.names, series.dates, series.values[:, places])
 
-    def place_of(self, date: str | dt.datetime) -> int:
+    def place_of(self, date: Any) -> int:
         """Where in its cycle a row with this date stands, or a number that has this remainder.
 
         Raises ValueError if it is no date, has an offset from UTC where the dates in training had
@@ -249,6 +253,7 @@ def fit_file(
     Raises ValueError, before training, if a series has too few rows.
     """
     length, horizon = config.lookback + config.horizon, config.horizon
+    _check_heads(file, config)
     if file.layout == "long" and (config.by_channel or config.mix_channels):
         raise ValueError(
             "by_channel and mix_channels are for wide files, whose channels have common dates"
@@ -265,10 +270,7 @@ def fit_file(
         rows = len(series.values)
         trained = _train_rows(rows, config)
         place = file.step.number(series.dates[0])
-        try:
-            scaler = Scaler.of(series.values[:trained], season, place)
-        except ValueError as error:
-            raise ValueError(f"{file.path}: {', '.join(series.names[:3])}: {error}") from error
+        scaler = _scaler_of(series, series.values[:trained], season, place, file.path)
         values.append(_scaled(scaler, series.values, place, series, file.path))
         if scaler.cycle is not None:
             usual.append(Course.of(scaler, series.values, place))
@@ -287,6 +289,15 @@ def fit_file(
     found = fit(model, train_windows, held, options, say, advance)
     cycle = np.concatenate(cycles, axis=1) if cycles else None
     return Forecaster(model, scalers, _about(file, found, options), cycle)
+
+
+def _scaler_of(
+    series: Series, rows: np.ndarray, season: int | None, first: int, path: Path
+) -> Scaler:
+    try:
+        return Scaler.of(rows, season, first)
+    except ValueError as error:
+        raise ValueError(f"{path}: {', '.join(series.names[:3])}: {error}") from error
 
 
 def _scaled(scaler: Scaler, rows: np.ndarray, first: int, series: Series, path: Path) -> np.ndarray:
@@ -325,22 +336,40 @@ def as_csv(forecasts: Sequence[Forecast], file: SeriesFile) -> str:
     first = forecasts[0]
     others = [n for n in range(len(first.levels)) if n != first.point]
 
-    def heads(name: str) -> list[str]:
-        return [name, *(f"{name}-{first.levels[n]:g}" for n in others)]
-
     def cells(values: np.ndarray) -> list[str]:
-        return [f"{values[n]:.9g}" for n in (first.point, *others)]
+        return [f"{values[n]:.15g}" for n in (first.point, *others)]
 
     if file.layout == "wide":
-        writer.writerow([file.date_column, *(head for name in first.names for head in heads(name))])
+        heads = [head for name in first.names for head in _heads(name, first.levels)]
+        writer.writerow([file.date_column, *heads])
         for date, row in zip(first.dates, first.values):
             writer.writerow([file.date_text(date), *(c for channel in row for c in cells(channel))])
         return text.getvalue()
-    writer.writerow(["unique_id", "ds", *heads("y")])
+    writer.writerow(["unique_id", "ds", *_heads("y", first.levels)])
     for forecast in forecasts:
         for date, row in zip(forecast.dates, forecast.values):
             writer.writerow([forecast.names[0], file.date_text(date), *cells(row[0])])
     return text.getvalue()
+
+
+def _heads(name: str, levels: Sequence[float]) -> list[str]:
+    """The columns of a channel's forecast: its name for the median or point, then the others."""
+    return [name, *(f"{name}-{level:g}" for level in levels if level != 0.5)]
+
+
+def _check_heads(file: SeriesFile, config: ForecastConfig) -> None:
+    """Raises ValueError if two columns of the forecasts of a wide file would have one name."""
+    if file.layout == "long":
+        return
+    names = [file.date_column]
+    for channel in file.series[0].names:
+        for head in _heads(channel, config.quantiles):
+            if head in names:
+                raise ValueError(
+                    f"{file.path}: the forecasts would have the column {head!r} twice, once as a "
+                    "quantile; rename the column, choose others, or forecast points"
+                )
+            names.append(head)
 
 
 def draw_forecast(forecast: Forecast, series: Series, path: Path) -> None:

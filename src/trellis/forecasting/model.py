@@ -391,9 +391,11 @@ class ForecastModel(nn.Module):
         hidden, layers = patches.new_zeros(len(rows), 0, config.dim), state.layers
         if count:
             hidden, layers = self._encode(self.embed(level.apply(patches)), state.layers)
+        # Copies: a view would keep all rows that were read at once in memory.
         kept = torch.cat([state.hidden, hidden], dim=1)[:, -config.head_patches :]  # type: ignore
+        latest = joined[:, -state.rows.shape[1] :]
         after = StreamState(
-            joined[:, -state.rows.shape[1] :], sums[:, -1] if count else state.sums, kept, layers,
+            latest.clone(), sums[:, -1].clone() if count else state.sums, kept.clone(), layers,
             state.seen + rows.shape[1],
         )  # fmt: skip
         return after, hidden, level

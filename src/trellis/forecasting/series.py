@@ -4,7 +4,9 @@ The file is read, never written. What real files suffer from is handled, or refu
 that names the column and the row; rows are counted as in an editor, the line of names is row 1.
 
     trouble                      what happens
-    missing cells, missing rows  refused; filled where `missing` is "last" or "linear"
+    missing cells, missing rows  refused; filled where `missing` is "last" or "linear", unless more
+                                 than nine rows in ten would be made up
+    cells far from all others    a note, since they may be faults; see GLITCH
     sentinels such as -9999      refused, unless `sentinels` lists them (they are missing cells
                                  then) or `keep_sentinels` says that they are data
     duplicate dates              refused
@@ -24,12 +26,14 @@ import datetime as dt
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import checks
+from .windows import GLITCH
 
 LAYOUTS = ("auto", "wide", "long")
 FILLS = ("refuse", "last", "linear")
@@ -38,6 +42,8 @@ LONG = ("unique_id", "ds", "y")
 EMPTY = ("", "na", "n/a", "#n/a", "nan", "null", "none", "-", "?")
 #: Numbers that loggers write where they have none.
 SUSPECTS = (-9999.0, -999.0, -99999.0, 9999.0, 99999.0, -99.0, 999999.0, -9999.9, -999.9)
+#: Rows of a file with its gaps filled, for every row that is there.
+MOST_FILLED = 10
 #: A suspect is taken for a sentinel if it is so many interquartile ranges away from the median.
 FAR = 8.0
 
@@ -47,19 +53,28 @@ class Step:
     """The time from a row to the next: so many months, or so many seconds.
 
     last_day: every date is the last day of its month.
+    day: the day of the month, where a file begins in a month that is too short for it; else 0.
     """
 
     months: int = 0
     seconds: float = 0.0
     last_day: bool = False
+    day: int = field(default=0, compare=False)
 
     def after(self, date: dt.datetime, count: int) -> dt.datetime:
-        """The date `count` steps later; a month that is too short has its last day."""
-        if not self.months:
-            return date + dt.timedelta(seconds=self.seconds * count)
-        years, month = divmod(date.month - 1 + self.months * count, 12)
-        first = date.replace(year=date.year + years, month=month + 1, day=1)
-        return first.replace(day=_days(first) if self.last_day else min(date.day, _days(first)))
+        """The date `count` steps later; a month that is too short has its last day.
+
+        Raises ValueError if that is beyond the year 9999, the last that dates have.
+        """
+        try:
+            if not self.months:
+                return date + dt.timedelta(seconds=self.seconds * count)
+            years, month = divmod(date.month - 1 + self.months * count, 12)
+            first = date.replace(year=date.year + years, month=month + 1, day=1)
+        except (OverflowError, ValueError):
+            raise ValueError(f"{count} steps of {self} after {date} there are no dates") from None
+        day = max(self.day, date.day)
+        return first.replace(day=_days(first) if self.last_day else min(day, _days(first)))
 
     def number(self, date: dt.datetime) -> int:
         """How many steps lie between a fixed date and this one, rounded down.
@@ -109,6 +124,7 @@ class SeriesFile:
     """What a file holds.
 
     layout: "wide", with one Series of all channels, or "long", with a Series for each unique_id.
+    date_form: how its dates are written, as in datetime.strftime; None: as 2024-12-31 23:50:00.
     notes: what was handled on the way, in sentences for the user.
     """
 
@@ -119,9 +135,14 @@ class SeriesFile:
     zone: bool
     series: list[Series]
     notes: list[str]
+    date_form: str | None = None
 
     def date_text(self, date: dt.datetime) -> str:
         """A date as it is written to a file of forecasts."""
+        if self.date_form is not None:
+            return date.replace(tzinfo=dt.timezone.utc if self.zone else None).strftime(
+                self.date_form
+            )
         text = date.isoformat(sep=" ")
         return f"{text}+00:00" if self.zone else text
 
@@ -136,11 +157,14 @@ def read_series(
     missing: str = "refuse",
     sentinels: Sequence[float] = (),
     keep_sentinels: bool = False,
+    known: Sequence[str] = (),
 ) -> SeriesFile:
     """Reads a CSV file; see the head of this module for what is handled and what is refused.
 
-    columns: of a wide file only these channels. date_column: by default the first column of a wide
-    file. date_format: as in datetime.strptime, for dates that are not like 2024-12-31 23:50:00.
+    columns: of a wide file only these channels. known: of a wide file only those of these that it
+    has, such as the channels of a forecaster, where `columns` is empty. date_column: by default the
+    first column of a wide file. date_format: as in datetime.strptime, for dates that are not like
+    2024-12-31 23:50:00.
 
     Raises FileNotFoundError, or ValueError with the column and the row.
     """
@@ -161,7 +185,8 @@ def read_series(
             if given:
                 raise ValueError(f"{name} is for wide files; a long file has unique_id, ds and y")
         return reader.long(names, rows)
-    return reader.wide(names, rows, list(columns), date_column)
+    chosen = list(columns) or [name for name in names if name in known]
+    return reader.wide(names, rows, chosen, date_column)
 
 
 def read_benchmark(path: str | Path) -> tuple[list[str], np.ndarray]:
@@ -208,15 +233,19 @@ def benchmark_season(path: str | Path, training_rows: Callable[[int], int]) -> i
     return season if season is not None and training_rows(len(rows)) >= 2 * season else None
 
 
-def moment(date: str | dt.datetime, zone: bool) -> dt.datetime:
+def moment(date: Any, zone: bool) -> dt.datetime:
     """A date that a user gives beside a file: without an offset, or in UTC where `zone` is True.
+
+    date: a text like 2024-12-31 23:50, or a date or time of datetime, numpy or pandas.
 
     Raises ValueError at a text that is no date, or a date that has an offset while the file's dates
     have none, and the reverse.
     """
-    if isinstance(date, str):
+    if not isinstance(date, dt.datetime):
         try:
-            date = _iso_date(date)
+            if not isinstance(date, (str, dt.date, np.datetime64)):
+                raise ValueError
+            date = _iso_date(str(date)[:26] if isinstance(date, np.datetime64) else str(date))
         except ValueError:
             raise ValueError(f"a date must be like 2024-12-31 23:50:00; got {date!r}") from None
     if (date.tzinfo is not None) != zone:
@@ -250,10 +279,12 @@ def _table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     comma = max(",;\t", key=outside.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=comma)
     rows: list[tuple[int, list[str]]] = []
+    before = 0  # a row with a quoted line break has several lines, of which the first counts
     try:
         for cells in reader:
             if any(cell.strip() for cell in cells):
-                rows.append((reader.line_num, [cell.strip() for cell in cells]))
+                rows.append((before + 1, [cell.strip() for cell in cells]))
+            before = reader.line_num
     except csv.Error as error:
         raise ValueError(f"{path}: row {reader.line_num} is not CSV: {error}") from error
     if not rows:
@@ -289,6 +320,7 @@ class _Reader:
         self.path, self.date_format, self.missing = path, date_format, missing
         self.sentinels, self.keep_sentinels = sentinels, keep_sentinels
         self.zones: dict[bool, int] = {}  # with and without an offset -> the first such row
+        self.days_only = True  # whether every date so far was written without a time
         self.notes: list[str] = []
 
     def wide(
@@ -351,7 +383,10 @@ class _Reader:
         zone = True in self.zones
         if zone:
             self.notes.append("dates have an offset from UTC; forecasts are dated in UTC")
-        return SeriesFile(self.path, layout, date_column, step, zone, series, self.notes)
+        form = self.date_format or ("%Y-%m-%d" if self.days_only else None)
+        if step.seconds % 86400 and self.date_format is None:
+            form = None  # forecasts of another time of the day
+        return SeriesFile(self.path, layout, date_column, step, zone, series, self.notes, form)
 
     def date(self, text: str, column: str, number: int) -> dt.datetime:
         where = f"{self.path}: column {column!r}, row {number}"
@@ -367,6 +402,7 @@ class _Reader:
                 else "like 2024-12-31 or 2024-12-31 23:50:00; for another form give the date format"
             )
             raise ValueError(f"{where}: the date must be {expected}; got {text!r}") from None
+        self.days_only = self.days_only and len(text) <= 10
         aware = date.tzinfo is not None
         self.zones.setdefault(aware, number)
         if len(self.zones) > 1:
@@ -374,13 +410,18 @@ class _Reader:
                 f"{self.path}: column {column!r}: row {self.zones[True]} has an offset from UTC "
                 f"and row {self.zones[False]} has none; write all dates alike"
             )
-        return date.astimezone(dt.timezone.utc).replace(tzinfo=None) if aware else date
+        try:
+            return date.astimezone(dt.timezone.utc).replace(tzinfo=None) if aware else date
+        except OverflowError:
+            raise ValueError(f"{where}: {text!r} has no date in UTC") from None
 
     def cell(self, text: str, column: str, number: int) -> float:
         """The number in a cell; NaN where it is missing or a sentinel."""
         if text.lower() in EMPTY:
             return math.nan
         try:
+            if "_" in text:  # 1_000 is a number in Python alone
+                raise ValueError
             value = float(text)
         except ValueError:
             hint = ""
@@ -388,7 +429,7 @@ class _Reader:
                 hint = "; write decimals with a point, and no signs between thousands"
             raise ValueError(
                 f"{self.path}: column {column!r}, row {number} must be a number; got {text!r}"
-                f"{hint or '; choose the columns without it'}"
+                f"{hint or '; leave out such columns or rows'}"
             ) from None
         if math.isinf(value):
             raise ValueError(f"{self.path}: column {column!r}, row {number} is not finite: {text}")
@@ -460,6 +501,13 @@ class _Reader:
                     f"is {step}); fill them, or give missing as last or linear"
                 )
             places.append(count)
+        if places[-1] + 1 > MOST_FILLED * len(dates):
+            gap, n = max((places[n] - places[n - 1], n) for n in range(1, len(places)))
+            raise ValueError(
+                f"{where}: {gap - 1} rows are missing between row {numbers[n - 1]}, {dates[n - 1]}"
+                f", and row {numbers[n]}, {dates[n]}; more than {MOST_FILLED - 1} in "
+                f"{MOST_FILLED} rows would be made up"
+            )
         return places
 
     def _check_sentinels(self, columns: list[str], values: np.ndarray, numbers: list[int]) -> None:
@@ -467,6 +515,7 @@ class _Reader:
             return
         for place, column in enumerate(columns):
             cells = values[:, place]
+            self._note_glitches(column, cells, numbers)
             for suspect in SUSPECTS:
                 hits = np.flatnonzero(cells == suspect)
                 others = cells[~np.isnan(cells) & (cells != suspect)]
@@ -480,6 +529,19 @@ class _Reader:
                     f"looks like the sign for a missing number ({len(hits)} cells); give "
                     f"sentinel {suspect:g} to treat it as missing, or keep sentinels as data"
                 )
+
+    def _note_glitches(self, column: str, cells: np.ndarray, numbers: list[int]) -> None:
+        """Says where cells are so far from the others that they may be faults of a sensor."""
+        known = cells[~np.isnan(cells)]
+        if len(known) < 8:
+            return
+        low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
+        far = np.flatnonzero(np.abs(cells - middle) > GLITCH * (high - low))
+        if high > low and len(far):
+            self.notes.append(
+                f"{column}, row {numbers[far[0]]} is {cells[far[0]]:g}, far from all others "
+                f"({len(far)} such cells); if that is a fault, mend it or leave the cell empty"
+            )
 
     def _fill(
         self, columns: list[str], full: np.ndarray, rows: list[int | None], numbers: list[int]
@@ -518,7 +580,12 @@ def _iso_date(text: str) -> dt.datetime:
 
 def _check_date_format(form: str) -> None:
     """Raises ValueError at a format that no date can be read by."""
-    date = dt.datetime(2024, 12, 31, 23, 50)
+    if "%Z" in form:
+        raise ValueError(
+            f"date_format cannot read names of time zones, %Z; an offset such as +0100 is %z; got "
+            f"{form!r}"
+        )
+    date = dt.datetime(2024, 12, 31, 23, 50, tzinfo=dt.timezone.utc)
     try:
         dt.datetime.strptime(date.strftime(form), form)
     except ValueError:
@@ -535,7 +602,9 @@ def _step_of(dates: list[dt.datetime]) -> Step:
     day = 86400.0
     if usual >= 28 * day:
         last_day = all(date.day == _days(date) for date in dates)
-        monthly = Step(months=round(usual / (30.4 * day)), last_day=last_day)
+        largest = max(date.day for date in dates)
+        anchor = largest if largest > dates[0].day else 0
+        monthly = Step(months=round(usual / (30.4 * day)), last_day=last_day, day=anchor)
         if all(_steps_between(dates[0], date, monthly) is not None for date in dates):
             return monthly
     return Step(seconds=usual)

@@ -9,7 +9,6 @@ other = stream.fork()                        # goes its own way
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import json
 from pathlib import Path
@@ -36,18 +35,22 @@ class StreamingForecaster:
     def __init__(
         self,
         forecaster: Forecaster,
-        start: str | dt.datetime | None = None,
+        start: Any = None,
         place: int | None = None,
     ):
-        """start: the date of the first row that will be observed. A forecaster with a season needs
-        it to know what is usual then; any other can do without.
+        """start: the date of the first row that will be observed, such as "2024-12-31 23:50" or a
+        date of datetime, numpy or pandas. A forecaster with a season needs it to know what is usual
+        then; any other can do without.
         place: in the place of `start`, where the first row stands in its cycle, such as 6 for a
         stream of hours that begins at 6 o'clock.
 
         Raises ValueError if the forecaster was trained with another normaliser, or has a season and
         neither is given.
         """
-        checks.at_least("place", place, 0, optional=True)
+        if place is not None:
+            place = int(place) if isinstance(place, np.integer) else place
+            checks.at_least("place", place, 0)
+            place %= forecaster.season or 1
         if place is None and start is not None:
             place = forecaster.place_of(start)
         if place is None and forecaster.season is not None:

@@ -14,6 +14,8 @@ and of the test is the first row of that part, so their first lookback lies in t
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +27,9 @@ from torch import Tensor
 from .. import checks
 
 PARTS = ("train", "validation", "test")
+#: A cell so many interquartile ranges away from the middle of its channel is taken for a glitch: it
+#: does not count in the usual course of a cycle.
+GLITCH = 50.0
 #: How strongly a window's swing is drawn to zero, as a share of what a whole cycle tells of it.
 SHRINK = 0.1
 SPLITS = ("auto", "etth", "ettm", "ratio")
@@ -36,8 +41,9 @@ class Scaler(NamedTuple):
 
     A channel that is constant has the scale 1, so that it becomes zeros instead of NaN.
     cycle: [W, C], how far the mean of the first, second, ... row of all cycles, such as the hours
-    of a day, is from the mean of all rows. It is subtracted from the rows before they are scaled,
-    and added to their forecasts, so a forecaster learns what differs from the usual day.
+    of a day, is from the mean of all rows, apart from a linear trend. It is subtracted from the
+    rows before they are scaled, and added to their forecasts, so a forecaster learns what differs
+    from the usual day.
     """
 
     mean: np.ndarray
@@ -50,8 +56,14 @@ class Scaler(NamedTuple):
 
         season: the rows of a cycle; None: rows have none. first: the place of the first row in its
         cycle, or any number that has this remainder.
+
+        Raises ValueError if there are fewer than two cycles, or at numbers whose squares fp64
+        cannot hold.
         """
-        mean, scale = np.nanmean(values, 0), np.nanstd(values, 0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, scale = np.nanmean(values, 0), np.nanstd(values, 0)
+        if not (np.isfinite(mean).all() and np.isfinite(scale).all()):
+            raise ValueError("numbers beyond 1e150 are too large to be scaled")
         # The deviation of equal numbers is not zero after rounding, but tiny beside them.
         constant = scale <= 1e-9 * np.maximum(np.abs(mean), 1e-300)
         cycle = None if season is None else cls._cycle_of(values - mean, season, first)
@@ -66,7 +78,22 @@ class Scaler(NamedTuple):
                 "rows to learn it from"
             )
         place = (first + np.arange(len(values))) % season
-        cycle = np.stack([np.nanmean(values[place == n], 0) for n in range(season)])
+        low, middle, high = np.nanquantile(values, [0.25, 0.5, 0.75], axis=0)
+        far = np.abs(values - middle) > GLITCH * np.where(high > low, high - low, np.inf)
+        values = np.where(far, math.nan, values)
+        # Least squares with a number for every place and one line: without the line, a trend would
+        # look like a sawtooth in every cycle.
+        time = np.where(np.isnan(values), math.nan, np.arange(len(values))[:, None])
+        time = time - np.nanmean(time, 0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Mean of empty slice")  # a place of glitches alone
+            level, when = (
+                np.stack([np.nanmean(rows[place == n], 0) for n in range(season)])
+                for rows in (values, time)
+            )
+        apart, moved = time - when[place], values - level[place]
+        slope = np.nansum(apart * moved, 0) / np.maximum(np.nansum(np.square(apart), 0), 1e-12)
+        cycle = np.nan_to_num(level - when * slope)
         return cycle - cycle.mean(0)
 
     def apply(self, values: np.ndarray, first: int = 0) -> np.ndarray:
@@ -217,11 +244,15 @@ class Windows:
 
         most: takes only so many windows, spread evenly.
         """
-        every = torch.arange(len(self))
-        if most is not None and most < len(self):
-            every = torch.linspace(0, len(self) - 1, most).round().long()
-        for index in every.split(size):
+        for index in evenly(len(self), most).split(size):
             yield self.take(index)
+
+
+def evenly(count: int, most: int | None) -> Tensor:
+    """The numbers from 0 to count - 1, or `most` of them, spread evenly."""
+    if most is None or most >= count:
+        return torch.arange(count)
+    return torch.linspace(0, count - 1, most).round().long()
 
 
 class Benchmark:
