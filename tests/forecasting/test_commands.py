@@ -420,7 +420,7 @@ def test_any_mixer_by_a_field_and_single_fields_of_it(tmp_path, mixer):
     assert config.mixer == mixer
     assert config.mixer_config == ({"shape": "model", "slots": 8} if more else {})
     told = run("evaluate", data, "--set", f"mixer={mixer}", "--out", tmp_path / "runs")
-    assert "mixers are chosen by models" in str(told.exception)
+    assert f"models chooses the mixers, not a field; got mixer={mixer!r}" in str(told.exception)
     assert not (tmp_path / "runs").exists()
 
 

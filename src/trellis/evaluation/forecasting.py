@@ -91,7 +91,9 @@ def run(
     """
     checks.choice("part", part, ("validation", "test"))
     if "mixer" in (model_fields or {}):
-        raise ValueError(f"mixers are chosen by models, not by a field; got {model_fields!r}")
+        raise ValueError(
+            f"models chooses the mixers, not a field; got mixer={(model_fields or {})['mixer']!r}"
+        )
     for name in models:
         known = (*MIXERS, *BASELINES, *PEERS)
         if name not in known:

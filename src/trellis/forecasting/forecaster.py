@@ -294,6 +294,7 @@ def fit_file(
 def _scaler_of(
     series: Series, rows: np.ndarray, season: int | None, first: int, path: Path
 ) -> Scaler:
+    """The scaler of these rows. Raises ValueError with the file and the first channels' names."""
     try:
         return Scaler.of(rows, season, first)
     except ValueError as error:

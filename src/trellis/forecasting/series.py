@@ -384,8 +384,6 @@ class _Reader:
         if zone:
             self.notes.append("dates have an offset from UTC; forecasts are dated in UTC")
         form = self.date_format or ("%Y-%m-%d" if self.days_only else None)
-        if step.seconds % 86400 and self.date_format is None:
-            form = None  # forecasts of another time of the day
         return SeriesFile(self.path, layout, date_column, step, zone, series, self.notes, form)
 
     def date(self, text: str, column: str, number: int) -> dt.datetime:
