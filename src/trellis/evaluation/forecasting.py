@@ -38,7 +38,16 @@ from ..forecasting.fitting import (
 )
 from ..forecasting.model import ForecastConfig, ForecastModel, match_parameters
 from ..forecasting.series import read_benchmark
-from ..forecasting.windows import SHRINK, Benchmark, Errors, ErrorSums, Windows, errors, split_of
+from ..forecasting.windows import (
+    GLITCH,
+    SHRINK,
+    Benchmark,
+    Errors,
+    ErrorSums,
+    Windows,
+    errors,
+    split_of,
+)
 from ..mixers import MIXERS
 from .runner import Job, Record, Records, Report, Table, slug
 
@@ -178,7 +187,7 @@ class _Test:
             "data": data, "lookback": self.sizes[0], "horizon": self.horizon,
         }  # fmt: skip
         if self.benchmark.season is not None:
-            setting |= {"season": self.benchmark.season, "shrink": SHRINK}
+            setting |= {"season": self.benchmark.season, "shrink": SHRINK, "glitch": GLITCH}
         if self.options is not None:
             setting["fit"] = asdict(self.options)
         label = f"{Path(file).stem} {self.sizes[0]} to {self.horizon} seed {self.seed}"
