@@ -166,13 +166,16 @@ ANCHORS = {
     "ETTm1": ((1.214, 0.665), (1.261, 0.690), (1.287, 0.707), (1.322, 0.729)),
     "weather": ((0.259, 0.254), (0.309, 0.292), (0.376, 0.338), (0.465, 0.394)),
 }
+NLINEAR = {"ETTh1": (0.383, 0.392), "ETTm1": (0.356, 0.376), "weather": (0.197, 0.235)}
+#: NLinear was fitted to one of so many training windows, as docs/lab-notebook.md found.
+EVERY = {"ETTh1": 1, "ETTm1": 4, "weather": 6}
 #: Windows at lookback 96 and horizon 96.
 WINDOWS = {"ETTh1": 2785, "ETTm1": 11425, "weather": 10444}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANCHORS)
-def test_repeat_last_on_published_files(name):
+def test_baselines_on_published_files(name):
     path = DATA / f"{name}.csv"
     if not path.is_file():
         pytest.skip(f"there is no {path}; TRELLIS_TIMESERIES names the folder of {name}.csv")
@@ -181,9 +184,8 @@ def test_repeat_last_on_published_files(name):
     for horizon, expected in zip((96, 192, 336, 720), ANCHORS[name]):
         test = benchmark.windows("test", 96, horizon)
         assert tuple(round(x, 3) for x in errors(repeat_last(horizon), test)[:2]) == expected
-    assert len(benchmark.windows("test", 96, 96)) == WINDOWS[name]
-    if name == "ETTh1":
-        found = errors(
-            nlinear(benchmark.windows("train", 96, 96)), benchmark.windows("test", 96, 96)
-        )
-        assert tuple(round(x, 3) for x in found[:2]) == (0.383, 0.392)
+    train, test = (benchmark.windows(part, 96, 96) for part in ("train", "test"))
+    assert len(test) == WINDOWS[name]
+    train.starts = train.starts[:: EVERY[name]]
+    found = errors(nlinear(train), test)
+    assert tuple(round(x, 3) for x in found[:2]) == NLINEAR[name]
