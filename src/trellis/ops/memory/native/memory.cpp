@@ -105,14 +105,23 @@ struct Runner {
 
   // The writes of both passes. Their substitutions do not depend on each other, so they run side
   // by side and hide each other's latency.
-  void write(Chunk& a, Chunk& b, const Ahead& next) const {
+  void write(Chunk& a, Chunk& b, int count, const Ahead& next) const {
     one.prepare(a);
     two.prepare(b);
     for (int t = 0; t < C; t++) {
       prefetch(next, t);
+      if (t >= count) continue;
       one.substitute(a, t);
       two.substitute(b, t);
     }
+    one.clear_writes(a, count);
+    two.clear_writes(b, count);
+  }
+
+  // f of `count` rows; what follows reads all 16, so the others are zeros.
+  void apply_f(const float* yhat, float* out, int count) const {
+    for (int t = 0; t < count; t++) activate(p.f, yhat + t * one.M(), out + t * one.M(), one.wide);
+    clear_rows(out, one.M(), count);
   }
 
   // What a head keeps between its turns, for both passes.
@@ -215,17 +224,16 @@ struct Runner {
       if (stale && plan.starts_minibatch(at)) set_anchors(head);
       read_inputs(a, b, q, s, h, at, count);
       prefetch_rows<true>(p.y, s.batch, s.token + at - s.offset, h, count, p.y_dim());
-      write(a, b, end < until ? ahead(s, h, end, until) : ahead(s, next.h, next.at, last));
+      write(a, b, count, end < until ? ahead(s, h, end, until) : ahead(s, next.h, next.at, last));
       const int broken1 = one.contain(a), broken2 = two.contain(b);
       one.read(a, q, yhat, qm, scores);
-      for (int t = 0; t < C; t++)
-        activate(p.f, yhat + t * one.M(), yhat + t * one.M(), one.wide);
+      apply_f(yhat, yhat, count);
       if (p.transposed)
         two.read_transposed(b, yhat, y, lanes, lanes2);
       else
         two.read(b, yhat, y, qm, scores);
       if (p.psi != IDENTITY)
-        for (int t = 0; t < C; t++)
+        for (int t = 0; t < count; t++)
           activate(p.psi, y + t * y_padded(), y + t * y_padded(), y_shape());
       const int broken = std::min(broken1, broken2);
       for (int i = broken * y_padded(); i < C * y_padded(); i++) y[i] = NAN;
@@ -317,7 +325,7 @@ struct Runner {
       else
         a.anchor = as[chunks - 1].anchor, b.anchor = bs[chunks - 1].anchor;
       read_inputs(a, b, qs[chunks], s, h, at, end - at);
-      write(a, b, ahead(s, h, end, stop));
+      write(a, b, end - at, ahead(s, h, end, stop));
     }
     for (int i = chunks - 1; i >= 0; i--) {
       const Chunk &a = as[i], &b = bs[i];
@@ -332,12 +340,11 @@ struct Runner {
       soon(p.grad.q, p.d[0]), soon(p.grad.x[0], p.d[0]), soon(p.grad.x[1], p.d[1]);
       soon(p.grad.target[0], p.m[0]);
       one.read(a, q, yhat, qm, scores);
-      for (int t = 0; t < C; t++)
-        activate(p.f, yhat + t * one.M(), r + t * one.M(), one.wide);
+      apply_f(yhat, r, count);
       if (!p.transposed) two.read(b, r, y, qm2, scores2);
       if (p.psi != IDENTITY) {
         if (p.transposed) two.read_transposed(b, r, y, lanes, lanes2);
-        for (int t = 0; t < C; t++) {
+        for (int t = 0; t < count; t++) {
           float* row = dy + t * y_padded();
           pull_back(p.psi, y + t * y_padded(), row, rows, y_shape());
           std::memcpy(row, rows, 4 * y_padded());
@@ -350,14 +357,17 @@ struct Runner {
       } else {
         two.back_read(b, r, qm2, scores2, dy, d2, bb);
       }
-      for (int t = 0; t < C; t++)
+      for (int t = 0; t < count; t++)
         pull_back(p.f, yhat + t * one.M(), dquery + t * one.M(), dyhat + t * one.M(), one.wide);
+      clear_rows(dyhat, one.M(), count);
       one.back_read(a, q, qm, scores, dyhat, d1, ba);
       write_rows(p.grad.q, s.batch, token, h, count, ba.rows, p.d[0], one.D());
-      for (int t = C - 1; t >= 0; t--) {
-        one.substitute_back(a, ba, dstep1, t);
-        two.substitute_back(b, bb, dstep2, t);
+      for (int t = count - 1; t >= 0; t--) {
+        one.substitute_back(a, ba, dstep1, t, count);
+        two.substitute_back(b, bb, dstep2, t, count);
       }
+      one.clear_gradients(ba, count);
+      two.clear_gradients(bb, count);
       one.finish(a, ba, q, dyhat, d1, head.anchor[0], ddecay1);
       two.finish(b, bb, p.transposed ? dy : r, p.transposed ? r : dy, d2, head.anchor[1],
                  ddecay2);

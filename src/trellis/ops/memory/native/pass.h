@@ -84,6 +84,11 @@ struct Chunk {
   const float* anchor;                   // [D][M] in stale mode
 };
 
+// Zeros from row `count` of rows [16][width] on: the tokens that a short chunk lacks.
+static inline void clear_rows(float* rows, int width, int count) {
+  std::memset(rows + count * width, 0, 4 * size_t(C - count) * width);
+}
+
 // v times the weights at w; exactly zero where the weight is, also for an infinite v.
 static inline vf weigh(vf v, const float* w) { return select(load(w) != 0.f, v * load(w), vf{}); }
 
@@ -163,6 +168,10 @@ struct Pass {
     float *u = c.u + t * M(), *write = c.writes + t * M();
     gradient(phi, z, c.target + t * M(), u, {wide.n, M(), wide.mask});
     for (int i = 0; i < M(); i += VL) store(write + i, load(u + i) * c.step_size[t]);
+  }
+
+  void clear_writes(Chunk& c, int count) const {
+    clear_rows(c.u, M(), count), clear_rows(c.writes, M(), count);
   }
 
   // Keep a non-finite write away from the rows before it, which multiply it by zero. Returns the
@@ -326,9 +335,10 @@ struct Pass {
   }
 
   // Row t of the substitution in reverse, from dwrites to dz, dtarget and dstep_size.
-  inline void substitute_back(const Chunk& c, Back& b, float* dstep_size, int t) const {
+  inline void substitute_back(
+      const Chunk& c, Back& b, float* dstep_size, int t, int count) const {
     float* dwrite = b.dwrites + t * M();
-    if (!stale) subtract(*this, dwrite, b.dz, c.coupling + t, C, t + 1, C);
+    if (!stale) subtract(*this, dwrite, b.dz, c.coupling + t, C, t + 1, count);
     alignas(64) float direction[WIDEST];
     vf total{};
     for (int i = 0; i < M(); i += VL) {
@@ -340,6 +350,10 @@ struct Pass {
     tangent(phi, c.z + t * M(), c.target + t * M(), direction, b.dz + t * M(), dtarget,
             {wide.n, M(), wide.mask});
     for (int i = 0; i < M(); i += VL) store(dtarget + i, -load(dtarget + i));
+  }
+
+  void clear_gradients(Back& b, int count) const {
+    clear_rows(b.dz, M(), count), clear_rows(b.dtarget, M(), count);
   }
 
   // What z fed on; dmemory [D][M] becomes the gradient of the memory before the chunk.
