@@ -82,9 +82,10 @@ def positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number above 0; got {value!r}")
 
 
-def share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a share from 0 to 1; got {value}")
+def share(name: str, value: object) -> None:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not known or not 0 <= value <= 1:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a share from 0 to 1; got {value!r}")
 
 
 def floats(**tensors: Tensor) -> None:

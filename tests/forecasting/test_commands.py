@@ -24,7 +24,7 @@ from trellis.forecasting import (
     forecaster,
 )
 from trellis.forecasting.fitting import APART, solve_linear, validate
-from trellis.forecasting.series import Series
+from trellis.forecasting.series import Series, Step
 from trellis.forecasting.windows import Errors, Windows, pinball
 
 SMALL = ["--set", "dim=16", "--set", "layers=1", "--set", "heads=2", "--set", "patch=4"]
@@ -420,7 +420,7 @@ def test_any_mixer_by_a_field_and_single_fields_of_it(tmp_path, mixer):
     assert config.mixer == mixer
     assert config.mixer_config == ({"shape": "model", "slots": 8} if more else {})
     told = run("evaluate", data, "--set", f"mixer={mixer}", "--out", tmp_path / "runs")
-    assert f"models chooses the mixers, not a field; got mixer={mixer!r}" in str(told.exception)
+    assert f"models chooses it; got mixer={mixer!r}" in str(told.exception)
     assert not (tmp_path / "runs").exists()
 
 
@@ -530,7 +530,9 @@ def test_a_picture_shows_the_channel_that_is_forecast(tmp_path, monkeypatch):
 
     monkeypatch.setattr(forecaster, "figure", lambda *a, **how: contextlib.nullcontext(Axis()))
     dates = [dt.datetime(2024, 1, 1, hour) for hour in range(4)]
-    series = Series(["wind", "load"], dates, np.array([[n, 10.0 * n] for n in range(4)]))
+    series = Series(
+        ["wind", "load"], dates, np.array([[n, 10.0 * n] for n in range(4)]), Step(seconds=3600)
+    )
     found = forecaster.Forecast(["load"], dates[:2], np.full((2, 1, 1), 7.0), (), 0)
     forecaster.draw_forecast(found, series, tmp_path / "f.png")
     assert drawn[0].tolist() == [0.0, 10.0, 20.0, 30.0]
@@ -589,6 +591,12 @@ def test_numbers_that_fp32_cannot_hold_are_named(tmp_path):
                       "--horizon", 5, "--lookback", 24)):  # fmt: skip
         found = str(run(*arguments).exception)
         assert "'heat' is 1e+200 at 2024-01-09 05:00:00, far too large" in found
+    for number in ("1e200", "1e7"):  # in the training part, beside numbers of about 1
+        lines[5] = lines[5].rsplit(",", 1)[0] + f",{number}"
+        data.write_text("\n".join(lines[:-5]))
+        arguments = ("fit", data, "--out", tmp_path / "n", *QUICK, "--horizon", 5, "--lookback", 24)
+        found = str(run(*arguments).exception)
+        assert f"'heat' is {float(number):g} at 2024-01-01 04:00:00, far too large" in found
 
 
 def test_fit_refuses_before_it_trains(tmp_path):
@@ -605,6 +613,9 @@ def test_fit_refuses_before_it_trains(tmp_path):
         (["--out", tmp_path / "m", "--columns", "load,load"], "named once each; got 'load' twice"),
         (["--out", tmp_path / "m", "--set", "channels=5"], "--set cannot set channels"),
         (["--out", tmp_path / "m", "--set", "past=1"], "--set cannot set past"),
+        (["--out", tmp_path / "m", "--set", "seed=1"], "--set cannot set seed"),
+        (["--out", tmp_path / "m", "--set", "mixer_config=none"], "mixer_config must be a table"),
+        (["--out", tmp_path / "m", "--set", "dropout=x"], "dropout must be a share from 0 to 1"),
         (["--out", tmp_path / "m", "--date-format", "%Q"], "date_format must be like"),
     ]:
         result = run("fit", data, *arguments)

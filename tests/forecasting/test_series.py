@@ -172,6 +172,15 @@ def test_a_day_that_some_months_lack(read, first):
     assert file.step.after(file.series[0].dates[0], len(days)) == dt.datetime(2024, 7, 30)
 
 
+def test_series_of_one_file_may_have_their_months_on_other_days(read):
+    lines = ["unique_id,ds,y"]
+    days = {"a": ["02-29", "03-30", "04-30"], "b": ["02-15", "03-15", "04-15"],
+            "c": ["02-29", "03-31", "04-30"]}  # fmt: skip
+    lines += [f"{name},2024-{day},1" for name, of in days.items() for day in of]
+    after = [one.step.after(one.dates[0], 3) for one in read(lines).series]
+    assert [date.day for date in after] == [30, 15, 31]
+
+
 def test_dates_beyond_the_last_are_refused(read):
     step = read(hourly(start="9999-12-31 12:00", count=12)).step
     with pytest.raises(ValueError, match="12 steps of 1:00:00 after 9999-12-31 23:00:00 there are"):
@@ -194,7 +203,14 @@ def test_a_number_far_from_all_others_gets_a_note(read):
     file = read(hourly(40, cell=at(7, 0, "12345")))
     assert file.series[0].values[7, 0] == 12345
     (note,) = file.notes
-    assert "column 'a', row 9 is 12345, far from all others (1 such cells)" in note
+    assert "column 'a', row 9 is 12345, far from most others (1 such cells)" in note
+    assert read(hourly(40, cell=at(7, 0, "12345")), keep_sentinels=True).notes == [note]
+
+
+def test_a_column_that_is_nearly_all_gaps_is_not_filled(read):
+    lines = hourly(60, cell=lambda n, c: "" if c == 1 and n % 12 else None)
+    with pytest.raises(ValueError, match=r"column 'b' has 5 numbers in 60 rows.*made up"):
+        read(lines, missing="linear")
 
 
 def test_rows_count_by_their_first_line(read):
@@ -208,7 +224,7 @@ def test_rows_count_by_their_first_line(read):
 def test_of_known_columns_those_are_read_that_a_file_has(read):
     lines = hourly(columns=("a", "wind"), cell=lambda n, c: "north" if c == 1 else None)
     assert read(lines, known=["b", "a"]).series[0].names == ["a"]
-    with pytest.raises(ValueError, match="'wind', row 2 must be a number"):
+    with pytest.raises(ValueError, match="must have the columns b; it has none of them"):
         read(lines, known=["b"])
 
 

@@ -194,3 +194,8 @@ def test_a_stream_with_a_season_begins_at_any_place_of_it(tmp_path):
     )
     with pytest.raises(ValueError, match="another configuration, scale"):
         StreamingForecaster.load(tmp_path / "s.safetensors", plain)
+    made.about.update(zone=False, every={"seconds": 3600.0})
+    early = StreamingForecaster(made, start="1999-03-01 05:00")  # before 2001
+    assert early.place == early.fork().place == StreamingForecaster(made, place=5).place == 2
+    with pytest.raises(ValueError, match="give start or place, not both"):
+        StreamingForecaster(made, start="1999-03-01", place=1)

@@ -107,6 +107,19 @@ def test_neither_a_trend_nor_a_glitch_is_part_of_the_usual_course(rows, first):
     np.testing.assert_allclose(Scaler.of(values, 12, first).cycle, expected, atol=1e-9)
 
 
+def test_a_peak_of_most_cycles_is_part_of_the_usual_course():
+    """A peak that is as far from all other rows as a glitch, but comes every night."""
+    usual = np.sin(2 * np.pi * np.arange(12) / 12)
+    usual[3] = 1e4
+    values = np.tile(usual, 5)[:, None]
+    expected = (usual - usual.mean())[:, None]
+    np.testing.assert_allclose(Scaler.of(values, 12).cycle, expected, rtol=1e-9)
+    values[[15, 16]] = [[0.0], [1e4]]  # one night without it, and a glitch an hour later
+    found = Scaler.of(values, 12).cycle
+    np.testing.assert_allclose(found[3], 0.8 * expected[3], rtol=0.01)
+    np.testing.assert_allclose(found[4], found[5], atol=0.01 * found[3, 0])
+
+
 def test_numbers_that_cannot_be_scaled_are_refused():
     with pytest.raises(ValueError, match="too large to be scaled"):
         Scaler.of(1e200 * np.arange(10.0)[:, None])
@@ -167,8 +180,6 @@ ANCHORS = {
     "weather": ((0.259, 0.254), (0.309, 0.292), (0.376, 0.338), (0.465, 0.394)),
 }
 NLINEAR = {"ETTh1": (0.383, 0.392), "ETTm1": (0.356, 0.376), "weather": (0.197, 0.235)}
-#: NLinear was fitted to one of so many training windows, as docs/lab-notebook.md found.
-EVERY = {"ETTh1": 1, "ETTm1": 4, "weather": 6}
 #: Windows at lookback 96 and horizon 96.
 WINDOWS = {"ETTh1": 2785, "ETTm1": 11425, "weather": 10444}
 
@@ -186,6 +197,7 @@ def test_baselines_on_published_files(name):
         assert tuple(round(x, 3) for x in errors(repeat_last(horizon), test)[:2]) == expected
     train, test = (benchmark.windows(part, 96, 96) for part in ("train", "test"))
     assert len(test) == WINDOWS[name]
-    train.starts = train.starts[:: EVERY[name]]
     found = errors(nlinear(train), test)
-    assert tuple(round(x, 3) for x in found[:2]) == NLINEAR[name]
+    # Below those figures, which were perhaps fitted to fewer windows (docs/lab-notebook.md).
+    room = 0.0005 if name == "ETTh1" else 0.006
+    assert all(-0.0005 < wanted - got < room for wanted, got in zip(NLINEAR[name], found[:2]))

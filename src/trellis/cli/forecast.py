@@ -124,8 +124,11 @@ def fit(
 
     _check_new(out=out)
     model_fields, fit_fields = split_settings(settings)
-    for name in ("horizon", "lookback", "channels", "past", "future", "static", "normalizer"):
-        if name in model_fields:
+    for name in (
+        "horizon", "lookback", "channels", "past", "future", "static", "normalizer", "quantiles",
+        "seed",
+    ):  # fmt: skip
+        if name in {**model_fields, **fit_fields}:
             raise ValueError(
                 f"--set cannot set {name}: it follows from the file or has an option of its own"
             )
@@ -212,7 +215,7 @@ def predict(
     forecaster = Forecaster.load(model)
     read = _read(
         file, layout, columns, date_column, date_format, missing, sentinels, keep_sentinels,
-        forecaster.names,
+        forecaster.names if forecaster.about.get("layout") == "wide" else (),
     )  # fmt: skip
     for note in read.notes:
         typer.echo(note, err=True)
@@ -220,14 +223,15 @@ def predict(
     text = as_csv(forecasts, read)
     if figure is not None:
         draw_forecast(forecasts[0], read.series[0], figure)
-        typer.echo(f"written to {figure}", err=out is None)
+        typer.echo(f"written to {figure}", err=True)
     if out is None:
         typer.echo(text, nl=False)
     else:
         write_whole(out, text.encode())
-        typer.echo(f"written to {out}")
+        typer.echo(f"written to {out}", err=True)
     return {
         "out": out,
+        "figure": figure,
         "levels": forecaster.config.quantiles,
         "forecasts": [
             {

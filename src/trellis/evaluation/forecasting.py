@@ -58,6 +58,12 @@ PEERS = {"patchtst": "PatchTST", "nhits": "NHITS"}
 #: How they are trained: by the recipe, but without decay of weights, which neuralforecast leaves
 #: out. docs/lab-notebook.md compares it with what their classes have by default.
 PEER_FIT = {**RECIPE_FIT, "weight_decay": 0.0}
+#: Fields of a forecaster that follow from the arguments of `run` or from the file.
+CHOSEN = {
+    "mixer": "models chooses", "lookback": "lookback chooses", "horizon": "horizons chooses",
+    "seed": "seeds chooses", "channels": "the file gives", "past": "the protocol has none of",
+    "future": "the protocol has none of", "static": "the protocol has none of",
+}  # fmt: skip
 #: Test windows that are drawn, spread evenly.
 DRAWN = 3
 #: The fan around forecasts of one number: these quantiles of their errors on validation, but for
@@ -99,10 +105,9 @@ def run(
     label: goes into the name of the table and its figure.
     """
     checks.choice("part", part, ("validation", "test"))
-    if "mixer" in (model_fields or {}):
-        raise ValueError(
-            f"models chooses the mixers, not a field; got mixer={(model_fields or {})['mixer']!r}"
-        )
+    for name, value in {**(model_fields or {}), **(fit_fields or {})}.items():
+        if name in CHOSEN:
+            raise ValueError(f"{name} is no field to set: {CHOSEN[name]} it; got {name}={value!r}")
     for name in models:
         known = (*MIXERS, *BASELINES, *PEERS)
         if name not in known:

@@ -99,6 +99,12 @@ def recipe_model(lookback: int, given: dict[str, Any]) -> dict[str, Any]:
         normalizer="running" the recipe is that of streams: a half-life of 200 rows, and patches of
         8 rows, since a stream reads a patch when it is full.
     """
+    fields = given.get("mixer_config", {})
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"mixer_config must be a table of the mixer's fields, such as {{slots = 16}}; got "
+            f"{fields!r}"
+        )
     streaming = given.get("normalizer") == "running"
     patch = 8 if streaming else max(16, lookback // 8)
     stream = {"normalizer": "running", "half_life": 200.0} if streaming else {}
@@ -106,7 +112,7 @@ def recipe_model(lookback: int, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "patch": min(lookback, patch), "dim": 64, "layers": 1, "heads": 4, "dropout": 0.3,
         "by_channel": True, **stream, **given,
-        "mixer_config": {**mixer, **given.get("mixer_config", {})},
+        "mixer_config": {**mixer, **fields},
     }  # fmt: skip
 
 

@@ -32,6 +32,9 @@ FORMAT = "trellis-forecaster"
 FORMAT_VERSION = 2
 #: The share of the rows of each series, at its end, that early stopping looks at.
 VALIDATION = 0.2
+#: The least interquartile range of a channel, in deviations: below, the others look alike beside
+#: its farthest numbers, since a window's deviation is taken to be at least 0.003 (VARIANCE_FLOOR).
+RESOLVED = 1e-3
 #: The name of the cycle among the tensors of a file.
 _CYCLE = "cycle"
 
@@ -140,7 +143,7 @@ class Forecaster:
         values = scaler.undo(out.swapaxes(1, 2), place + read).swapaxes(1, 2)
         if not np.isfinite(values).all():
             raise ValueError(f"{file.path}: the forecasts of {series.names[0]!r} are not finite")
-        dates = [file.step.after(first, read + n) for n in range(config.horizon)]
+        dates = [series.step.after(first, read + n) for n in range(config.horizon)]
         return Forecast(series.names, dates, values, config.quantiles, config.point)
 
     def _check(self, file: SeriesFile) -> None:
@@ -174,7 +177,7 @@ class Forecaster:
         if file.layout == "long" or series.names == self.names:
             return series
         places = [series.names.index(name) for name in self.names]
-        return Series(self.names, series.dates, series.values[:, places])
+        return Series(self.names, series.dates, series.values[:, places], series.step)
 
     def place_of(self, date: Any) -> int:
         """Where in its cycle a row with this date stands, or a number that has this remainder.
@@ -223,18 +226,13 @@ class Forecaster:
 def enough_rows(file: SeriesFile, season: int | None, config: ForecastConfig) -> int | None:
     """The season, if the training rows of every series of a file have it at least twice."""
     fewest = min(_train_rows(len(series.values), config) for series in file.series)
-    return _season_of(fewest, season)
+    return season if season is not None and fewest >= 2 * season else None
 
 
 def _train_rows(rows: int, config: ForecastConfig) -> int:
     """How many rows of a series are trained on; the others are for early stopping."""
     held = max(config.horizon, int(VALIDATION * rows))
     return rows - min(held, rows - config.lookback - config.horizon)
-
-
-def _season_of(rows: int, season: int | None) -> int | None:
-    """The season, where there are rows for two of them; else None."""
-    return season if season is not None and rows >= 2 * season else None
 
 
 def fit_file(
@@ -294,11 +292,32 @@ def fit_file(
 def _scaler_of(
     series: Series, rows: np.ndarray, season: int | None, first: int, path: Path
 ) -> Scaler:
-    """The scaler of these rows. Raises ValueError with the file and the first channels' names."""
+    """The scaler of these rows, the first of a series.
+
+    Raises ValueError with the file, and the channel or the first channels: where there are fewer
+    than two seasons, or where one number is so far from the others that nothing of them would be
+    left in scaled values.
+    """
+    low, middle, high = np.quantile(rows, [0.25, 0.5, 0.75], axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost = (high > low) & ~(high - low >= RESOLVED * rows.std(0)) | (
+            np.abs(rows).max(0) > 1e150
+        )
+    if lost.any():
+        column = int(np.flatnonzero(lost)[0])
+        row = int(np.argmax(np.abs(rows[:, column] - middle[column])))
+        raise ValueError(_too_far(path, series, column, rows[row, column], series.dates[row]))
     try:
         return Scaler.of(rows, season, first)
     except ValueError as error:
         raise ValueError(f"{path}: {', '.join(series.names[:3])}: {error}") from error
+
+
+def _too_far(path: Path, series: Series, column: int, value: float, date: Any) -> str:
+    return (
+        f"{path}: {series.names[column]!r} is {value:g} at {date}, far too large beside the other "
+        "numbers; mend it, or leave the cell empty and give missing as last or linear"
+    )
 
 
 def _scaled(scaler: Scaler, rows: np.ndarray, first: int, series: Series, path: Path) -> np.ndarray:
@@ -308,10 +327,7 @@ def _scaled(scaler: Scaler, rows: np.ndarray, first: int, series: Series, path: 
     if len(bad):
         row, column = bad[0]
         date = series.dates[len(series.dates) - len(rows) + row]
-        raise ValueError(
-            f"{path}: {series.names[column]!r} is {rows[row, column]:g} at {date}, far too large "
-            "beside the other numbers"
-        )
+        raise ValueError(_too_far(path, series, column, rows[row, column], date))
     return scaled
 
 

@@ -5,8 +5,8 @@ that names the column and the row; rows are counted as in an editor, the line of
 
     trouble                      what happens
     missing cells, missing rows  refused; filled where `missing` is "last" or "linear", unless more
-                                 than nine rows in ten would be made up
-    cells far from all others    a note, since they may be faults; see GLITCH
+                                 than nine in ten of a column would be made up
+    cells far from most others   a note, since they may be faults; see far_cells
     sentinels such as -9999      refused, unless `sentinels` lists them (they are missing cells
                                  then) or `keep_sentinels` says that they are data
     duplicate dates              refused
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from .. import checks
-from .windows import GLITCH
+from .windows import far_cells
 
 LAYOUTS = ("auto", "wide", "long")
 FILLS = ("refuse", "last", "linear")
@@ -42,7 +42,7 @@ LONG = ("unique_id", "ds", "y")
 EMPTY = ("", "na", "n/a", "#n/a", "nan", "null", "none", "-", "?")
 #: Numbers that loggers write where they have none.
 SUSPECTS = (-9999.0, -999.0, -99999.0, 9999.0, 99999.0, -99.0, 999999.0, -9999.9, -999.9)
-#: Rows of a file with its gaps filled, for every row that is there.
+#: Rows of a file with its gaps filled, for every row, or every cell of a column, that is there.
 MOST_FILLED = 10
 #: A suspect is taken for a sentinel if it is so many interquartile ranges away from the median.
 FAR = 8.0
@@ -53,12 +53,13 @@ class Step:
     """The time from a row to the next: so many months, or so many seconds.
 
     last_day: every date is the last day of its month.
-    day: the day of the month, where a file begins in a month that is too short for it; else 0.
+    day: the day of the month, where a series begins in a month that is too short for it; else 0.
+    Steps are equal where rows are equally far apart, whatever their days.
     """
 
     months: int = 0
     seconds: float = 0.0
-    last_day: bool = False
+    last_day: bool = field(default=False, compare=False)
     day: int = field(default=0, compare=False)
 
     def after(self, date: dt.datetime, count: int) -> dt.datetime:
@@ -111,12 +112,13 @@ class Step:
 class Series:
     """Equally long columns of one file, or one series of a long file.
 
-    names: of the channels. dates: of the rows. values: [N, C] in fp64.
+    names: of the channels. dates: of the rows, `step` apart. values: [N, C] in fp64.
     """
 
     names: list[str]
     dates: list[dt.datetime]
     values: np.ndarray
+    step: Step
 
 
 @dataclass
@@ -124,6 +126,7 @@ class SeriesFile:
     """What a file holds.
 
     layout: "wide", with one Series of all channels, or "long", with a Series for each unique_id.
+    step: how far the rows of every series are apart.
     date_form: how its dates are written, as in datetime.strftime; None: as 2024-12-31 23:50:00.
     notes: what was handled on the way, in sentences for the user.
     """
@@ -161,10 +164,10 @@ def read_series(
 ) -> SeriesFile:
     """Reads a CSV file; see the head of this module for what is handled and what is refused.
 
-    columns: of a wide file only these channels. known: of a wide file only those of these that it
-    has, such as the channels of a forecaster, where `columns` is empty. date_column: by default the
-    first column of a wide file. date_format: as in datetime.strptime, for dates that are not like
-    2024-12-31 23:50:00.
+    columns: of a wide file only these channels. known: where `columns` is empty, of a wide file
+    only those of these that it has, at least one, such as the channels of a forecaster.
+    date_column: by default the first column of a wide file. date_format: as in datetime.strptime,
+    for dates that are not like 2024-12-31 23:50:00.
 
     Raises FileNotFoundError, or ValueError with the column and the row.
     """
@@ -186,6 +189,8 @@ def read_series(
                 raise ValueError(f"{name} is for wide files; a long file has unique_id, ds and y")
         return reader.long(names, rows)
     chosen = list(columns) or [name for name in names if name in known]
+    if known and not chosen:
+        raise ValueError(f"{path} must have the columns {', '.join(known)}; it has none of them")
     return reader.wide(names, rows, chosen, date_column)
 
 
@@ -346,8 +351,8 @@ class _Reader:
             ]
         )
         numbers = [number for number, _ in rows]
-        step, series = self.regular(chosen, dates, values, numbers, date_column)
-        return self.file("wide", date_column, step, [series])
+        series = self.regular(chosen, dates, values, numbers, date_column)
+        return self.file("wide", date_column, [series])
 
     def long(self, names: list[str], rows: list[tuple[int, list[str]]]) -> SeriesFile:
         for name in LONG:
@@ -368,8 +373,8 @@ class _Reader:
             dates = [self.date(cells[when], "ds", number) for number, cells in group]
             values = np.array([[self.cell(cells[what], "y", number)] for number, cells in group])
             numbers = [number for number, _ in group]
-            step, series = self.regular([name], dates, values, numbers, "ds", f" of {name!r}")
-            steps.setdefault(step, name)
+            series = self.regular([name], dates, values, numbers, "ds", f" of {name!r}")
+            steps.setdefault(series.step, name)
             found.append(series)
         if len(steps) > 1:
             (one, first), (other, second) = list(steps.items())[:2]
@@ -377,13 +382,14 @@ class _Reader:
                 f"{self.path}: the rows of {first!r} are {one} apart and those of {second!r} "
                 f"{other}; all series of a file must have the same step"
             )
-        return self.file("long", "ds", next(iter(steps)), found)
+        return self.file("long", "ds", found)
 
-    def file(self, layout: str, date_column: str, step: Step, series: list[Series]) -> SeriesFile:
+    def file(self, layout: str, date_column: str, series: list[Series]) -> SeriesFile:
         zone = True in self.zones
         if zone:
             self.notes.append("dates have an offset from UTC; forecasts are dated in UTC")
         form = self.date_format or ("%Y-%m-%d" if self.days_only else None)
+        step = series[0].step
         return SeriesFile(self.path, layout, date_column, step, zone, series, self.notes, form)
 
     def date(self, text: str, column: str, number: int) -> dt.datetime:
@@ -441,7 +447,7 @@ class _Reader:
         numbers: list[int],
         date_column: str,
         of: str = "",
-    ) -> tuple[Step, Series]:
+    ) -> Series:
         """The rows in the order of their dates, at equal steps, without missing cells.
 
         of: whose rows these are, in a long file, to end the name of a column with.
@@ -469,6 +475,7 @@ class _Reader:
             )
         step = _step_of(dates)
         places = self._places(dates, numbers, step, where)
+        self._note_far_cells(columns, values, numbers)
         self._check_sentinels(columns, values, numbers)
         full = np.full((places[-1] + 1, values.shape[1]), math.nan)
         full[places] = values
@@ -477,7 +484,7 @@ class _Reader:
             rows[place] = number
         self._fill(columns, full, rows, numbers)
         every = [step.after(dates[0], n) for n in range(len(full))]
-        return step, Series(names, every, full)
+        return Series(names, every, full, step)
 
     def _places(
         self, dates: list[dt.datetime], numbers: list[int], step: Step, where: str
@@ -513,7 +520,6 @@ class _Reader:
             return
         for place, column in enumerate(columns):
             cells = values[:, place]
-            self._note_glitches(column, cells, numbers)
             for suspect in SUSPECTS:
                 hits = np.flatnonzero(cells == suspect)
                 others = cells[~np.isnan(cells) & (cells != suspect)]
@@ -528,18 +534,18 @@ class _Reader:
                     f"sentinel {suspect:g} to treat it as missing, or keep sentinels as data"
                 )
 
-    def _note_glitches(self, column: str, cells: np.ndarray, numbers: list[int]) -> None:
+    def _note_far_cells(self, columns: list[str], values: np.ndarray, numbers: list[int]) -> None:
         """Says where cells are so far from the others that they may be faults of a sensor."""
-        known = cells[~np.isnan(cells)]
-        if len(known) < 8:
-            return
-        low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
-        far = np.flatnonzero(np.abs(cells - middle) > GLITCH * (high - low))
-        if high > low and len(far):
-            self.notes.append(
-                f"{column}, row {numbers[far[0]]} is {cells[far[0]]:g}, far from all others "
-                f"({len(far)} such cells); if that is a fault, mend it or leave the cell empty"
-            )
+        for place, column in enumerate(columns):
+            cells = values[:, place]
+            if np.count_nonzero(~np.isnan(cells)) < 8:
+                continue
+            far = np.flatnonzero(far_cells(cells[:, None]))
+            if len(far):
+                self.notes.append(
+                    f"{column}, row {numbers[far[0]]} is {cells[far[0]]:g}, far from most others "
+                    f"({len(far)} such cells); if that is a fault, mend it or leave the cell empty"
+                )
 
     def _fill(
         self, columns: list[str], full: np.ndarray, rows: list[int | None], numbers: list[int]
@@ -557,6 +563,11 @@ class _Reader:
             known = np.flatnonzero(~gaps)
             if not len(known):
                 raise ValueError(f"{self.path}: {column} has no number at all")
+            if len(gaps) > MOST_FILLED * len(known):
+                raise ValueError(
+                    f"{self.path}: {column} has {len(known)} numbers in {len(gaps)} rows; more "
+                    f"than {MOST_FILLED - 1} in {MOST_FILLED} would be made up"
+                )
             if known[0] > 0 and self.missing == "last":
                 raise ValueError(
                     f"{self.path}: {column} is missing in row {numbers[0]}, the first; "

@@ -44,21 +44,22 @@ class StreamingForecaster:
         place: in the place of `start`, where the first row stands in its cycle, such as 6 for a
         stream of hours that begins at 6 o'clock.
 
-        Raises ValueError if the forecaster was trained with another normaliser, or has a season and
-        neither is given.
+        Raises ValueError if the forecaster was trained with another normaliser, has a season and
+        neither is given, or if both are.
         """
         if place is not None:
+            if start is not None:
+                raise ValueError(f"give start or place, not both; got {start!r} and {place!r}")
             place = int(place) if isinstance(place, np.integer) else place
             checks.at_least("place", place, 0)
-            place %= forecaster.season or 1
-        if place is None and start is not None:
+        elif start is not None:
             place = forecaster.place_of(start)
-        if place is None and forecaster.season is not None:
+        elif forecaster.season is not None:
             raise ValueError(
                 f"this forecaster has a season of {forecaster.season} rows: give start, the date "
                 "of the first row, such as '2024-12-31 23:50', or place"
             )
-        self.forecaster, self.place = forecaster, place or 0
+        self.forecaster, self.place = forecaster, (place or 0) % (forecaster.season or 1)
         self.state = forecaster.model.init_state(len(forecaster.names))
         self._scaler = forecaster.scaler()
 

@@ -15,7 +15,6 @@ and of the test is the first row of that part, so their first lookback lies in t
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +26,9 @@ from torch import Tensor
 from .. import checks
 
 PARTS = ("train", "validation", "test")
-#: A cell so many interquartile ranges away from the middle of its channel is taken for a glitch: it
-#: does not count in the usual course of a cycle.
+#: A cell so many interquartile ranges away from the median of its channel is far from the others.
+#: It is taken for a glitch, which does not count in the usual course of a cycle, unless its place
+#: in the cycle is that far from the others in most cycles.
 GLITCH = 50.0
 #: How strongly a window's swing is drawn to zero, as a share of what a whole cycle tells of it.
 SHRINK = 0.1
@@ -52,7 +52,7 @@ class Scaler(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray, season: int | None = None, first: int = 0) -> Scaler:
-        """The scaler of rows [N, C]; cells that are NaN do not count.
+        """The scaler of rows [N, C].
 
         season: the rows of a cycle; None: rows have none. first: the place of the first row in its
         cycle, or any number that has this remainder.
@@ -61,7 +61,7 @@ class Scaler(NamedTuple):
         cannot hold.
         """
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, scale = np.nanmean(values, 0), np.nanstd(values, 0)
+            mean, scale = values.mean(0), values.std(0)
         if not (np.isfinite(mean).all() and np.isfinite(scale).all()):
             raise ValueError("numbers beyond 1e150 are too large to be scaled")
         # The deviation of equal numbers is not zero after rounding, but tiny beside them.
@@ -78,22 +78,21 @@ class Scaler(NamedTuple):
                 "rows to learn it from"
             )
         place = (first + np.arange(len(values))) % season
-        low, middle, high = np.nanquantile(values, [0.25, 0.5, 0.75], axis=0)
-        far = np.abs(values - middle) > GLITCH * np.where(high > low, high - low, np.inf)
-        values = np.where(far, math.nan, values)
+        far = far_cells(values)
+        # What comes at most cycles, such as a peak every night, is no glitch.
+        usual = np.stack([far[place == n].mean(0) > 0.5 for n in range(season)])
+        values = np.where(far & ~usual[place], math.nan, values)
         # Least squares with a number for every place and one line: without the line, a trend would
         # look like a sawtooth in every cycle.
         time = np.where(np.isnan(values), math.nan, np.arange(len(values))[:, None])
         time = time - np.nanmean(time, 0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Mean of empty slice")  # a place of glitches alone
-            level, when = (
-                np.stack([np.nanmean(rows[place == n], 0) for n in range(season)])
-                for rows in (values, time)
-            )
+        level, when = (
+            np.stack([np.nanmean(rows[place == n], 0) for n in range(season)])
+            for rows in (values, time)
+        )
         apart, moved = time - when[place], values - level[place]
         slope = np.nansum(apart * moved, 0) / np.maximum(np.nansum(np.square(apart), 0), 1e-12)
-        cycle = np.nan_to_num(level - when * slope)
+        cycle = level - when * slope
         return cycle - cycle.mean(0)
 
     def apply(self, values: np.ndarray, first: int = 0) -> np.ndarray:
@@ -115,6 +114,15 @@ class Scaler(NamedTuple):
             return 0.0
         found = self.cycle[(first + np.arange(len(values))) % len(self.cycle)]
         return found.reshape(len(values), *(1,) * (values.ndim - 2), -1)
+
+
+def far_cells(values: np.ndarray) -> np.ndarray:
+    """Where rows [N, C] are far from the others of their channel, by GLITCH; NaN is not.
+
+    Nothing is far in a channel of which half is one number, such as the rain of a dry year.
+    """
+    low, middle, high = np.nanquantile(values, [0.25, 0.5, 0.75], axis=0)
+    return np.abs(values - middle) > GLITCH * np.where(high > low, high - low, np.inf)
 
 
 def swing(rows: Tensor, usual: Tensor, whole: Tensor) -> Tensor:
