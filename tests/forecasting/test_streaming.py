@@ -8,6 +8,8 @@ from tests.forecasting.test_model import shaken
 from trellis.forecasting import Forecaster, StreamingForecaster
 from trellis.forecasting.model import VARIANCE_FLOOR
 from trellis.mixers import MIXERS
+from trellis.models import decoder
+from trellis.models.decoder import BlockSteps
 
 
 def forecaster(channels=2, **given):
@@ -68,6 +70,37 @@ def test_a_stream_equals_the_batch_computation(mixer):
         error = np.abs(stream.forecast() - expected).max() / np.abs(expected).max()
         assert error < 1e-5, f"{error:.1e} after {at} rows"
     assert at == stream.seen == 90
+
+
+@pytest.mark.parametrize("given", [{}, {"mix_channels": True, "channels": 2}])
+def test_a_patch_is_read_in_one_compiled_call(given, monkeypatch):
+    """Where the decoder's kernel can be, and without channels that are mixed between blocks."""
+    read, taken = BlockSteps.read, []
+
+    def counted(*arguments):
+        found = read(*arguments)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(BlockSteps, "read", counted)
+    model = shaken(normalizer="running", half_life=10.0, **given)
+    made = Forecaster(model, {"a": (0.0, 1.0), "b": (5.0, 2.0)})
+    rows = np.random.default_rng(2).normal(size=(30, 2))
+    found = []
+    for choice in ("auto", "torch"):
+        monkeypatch.setenv(decoder.VARIABLE, choice)
+        stream = StreamingForecaster(made)
+        for row in rows:
+            stream.observe(row)
+        found.append(stream.forecast())
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
+    native = not decoder.missing_kernel()
+    times = 0 if given else 30 // 4 + 1  # a patch has 4 rows; the forecast reads one more
+    assert taken == times * [native] + times * [False]
+    made.model.train()
+    with torch.no_grad():
+        made.model.forecast(stream.state)  # its dropout is for PyTorch
+    assert len(taken) == 2 * times
 
 
 def test_long_portions_are_read_in_segments():

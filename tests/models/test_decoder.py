@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import relative_rms, small_model, tokens
 
+from trellis.mixers.base import named_tensors
+from trellis.mixers.layers import RMSNorm
 from trellis.models import decoder
-from trellis.models.decoder import Decoder
+from trellis.models.backbone import Block
+from trellis.models.decoder import BlockSteps, Decoder
 from trellis.ops.native import build
 
 PAPER = {"form": "paper", "psi": "identity"}
@@ -465,3 +468,77 @@ def test_a_model_with_a_decoder_is_copied_and_pickled():
     assert taken(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert taken(other)
+
+
+def block_steps(mixer, dim=32):
+    """A `BlockSteps` of two blocks with weights that are not what they start as."""
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(Block(dim, 2, 48, 1e-6, mixer, {}) for _ in range(2))
+    norm = RMSNorm(dim, 1e-6)
+    with torch.no_grad():
+        for parameter in (*blocks.parameters(), *norm.parameters()):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return BlockSteps(blocks, norm)
+
+
+def in_torch(found, x, states):
+    """What `BlockSteps.read` returns, from its definition."""
+    after = []
+    x = x[:, None]
+    for block, state in zip(found.model.layers, states):
+        x, state = block(x, state)
+        after.append(state)
+    return found.model.norm(x)[:, 0], after
+
+
+def tensors_of(states):
+    return [t for state in states for _, t in named_tensors(state)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["trellis", "gated_delta_net", "delta_net"])
+@pytest.mark.parametrize("sequences", [1, 16, 37])
+def test_blocks_read_vectors_as_in_torch(mixer, sequences):
+    """Vector after vector; more sequences than a step takes are read in portions."""
+    made = block_steps(mixer)
+    theirs = [block.mixer.init_state(sequences) for block in made.model.layers]
+    ours = theirs
+    for seed in range(5):
+        x = torch.randn(2 * sequences, 32, generator=torch.Generator().manual_seed(seed))[::2]
+        before = [t.clone() for t in tensors_of(ours)]
+        hidden, after = made.read(x, ours)
+        assert all(map(torch.equal, tensors_of(ours), before))
+        expected, theirs = in_torch(made, x, theirs)
+        ours = after
+        assert relative_rms(hidden, expected) < 1e-5
+        for one, other in zip(tensors_of(ours), tensors_of(theirs)):
+            assert relative_rms(one, other) < 1e-5
+    made.model.layers[1].mlp.down_proj.weight.mul_(2)  # packed again
+    assert relative_rms(made.read(x, ours)[0], in_torch(made, x, ours)[0]) < 1e-5
+
+
+def test_vectors_that_blocks_read_in_torch(monkeypatch):
+    made, x = block_steps("trellis"), torch.randn(3, 32)
+    states = [block.mixer.init_state(3) for block in made.model.layers]
+    assert made.read(x, states) is None  # gradients are wanted
+    with torch.no_grad():
+        assert made.read(x, states) is not None
+        assert made.read(x.double(), states) is None
+        assert made.read(x.new_zeros(0, 32), states) is None
+        many = decoder.MOST_SEQUENCES + 1
+        assert made.read(x.new_zeros(many, 32), states) is None
+        other = block_steps("trellis", dim=64)
+        assert made.read(x, [b.mixer.init_state(3) for b in other.model.layers]) is None
+        for mixer in ("transformer", "gsa"):
+            other = block_steps(mixer)
+            here = [block.mixer.init_state(3) for block in other.model.layers]
+            assert other.read(x, here) is None
+        monkeypatch.setenv(decoder.VARIABLE, "torch")
+        assert made.read(x, states) is None
+
+
+def test_blocks_may_be_met_first_in_inference_mode():
+    plain = block_steps("trellis").model
+    states = [block.mixer.init_state(2) for block in plain.layers]
+    with torch.inference_mode():
+        assert BlockSteps(plain.layers, plain.norm).read(torch.randn(2, 32), states) is not None

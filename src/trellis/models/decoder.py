@@ -3,7 +3,8 @@
 A `Decoder` belongs to a model. It packs the weights once, in the order in which the kernel
 (native/decoder.cpp) reads them, and again when they have changed. `TrellisForCausalLM` asks it
 first; what it does not take goes through PyTorch as ever. TRELLIS_DECODER=torch switches it off,
-TRELLIS_DECODER=bf16 packs the weights of linear maps in half the bytes.
+TRELLIS_DECODER=bf16 packs the weights of linear maps in half the bytes. `BlockSteps` gives the same
+to blocks without tokens, such as a forecaster's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import checks
-from ..mixers.base import named_tensors, rebuild
+from ..mixers.base import map_tensors, named_tensors, rebuild
 from ..mixers.delta_net import DeltaNetMixer
 from ..mixers.layers import DecayGate, GatedNorm, RMSNorm, ShortConvolution, StreamConvolutions
 from ..mixers.transformer import TransformerMixer
@@ -44,6 +46,8 @@ VARIABLE = "TRELLIS_DECODER"
 CHOICES = ("auto", "torch", "bf16")
 #: The most sequences of a step.
 MOST_ROWS = 16
+#: The most sequences whose vectors `BlockSteps` reads.
+MOST_SEQUENCES = 4 * MOST_ROWS
 #: In the time that PyTorch spends on calling the operators of one layer, the kernel reads about so
 #: many bytes of weights: a few tokens at once are faster token by token where a model is small.
 BYTES_OF_A_LAYER = 40e6
@@ -403,6 +407,65 @@ class Session:
             self.table[self._slot(i, name)] = value
         left = room - filled
         self.room = left if self.room < 0 else min(self.room, left)
+
+
+class BlockSteps(nn.Module):
+    """Blocks and the norm behind them, which read one vector of every sequence in a compiled call.
+
+    To the decoder it is a language model: the vectors are the rows of its embedding, and its head
+    leaves what the norm gives as it is.
+    """
+
+    @torch.inference_mode(False)  # else its tensors would have no versions for the decoder to see
+    def __init__(self, blocks: nn.ModuleList, norm: RMSNorm):
+        super().__init__()
+        dim = len(norm.weight)
+        self.model = nn.Module()
+        self.model.layers, self.model.norm = blocks, norm
+        self.model.embed_tokens = nn.Embedding.from_pretrained(torch.zeros(MOST_ROWS, dim))
+        with torch.device("meta"):
+            self.lm_head = nn.Linear(dim, dim, bias=False)
+        self.lm_head.weight = nn.Parameter(torch.eye(dim), requires_grad=False)
+        self.config = SimpleNamespace(norm_eps=norm.eps, vocab_size=MOST_ROWS)
+
+    def read(self, x: Tensor, states: Sequence[Any]) -> tuple[Tensor, tuple[Any, ...]] | None:
+        """The hidden vectors after the vectors x [S, dim] of S sequences, and the states behind
+        them, one for each block. The states that are given stay as they are.
+
+        None, and nothing is read, if PyTorch is to do it, as for attention, whose cache is not to
+        be copied, and for so many sequences that PyTorch is as fast.
+        """
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or x.dtype != torch.float32
+            or x.device.type != "cpu"
+            or not 0 < len(x) <= MOST_SEQUENCES
+        ):
+            return None
+        decoder = Decoder.of(cast(Any, self))
+        if (
+            decoder is None
+            or "attention" in decoder.kinds
+            or [_shapes(state) for state in states] != decoder.templates
+        ):
+            return None
+        out = torch.empty(x.shape)
+        # By `data` the rows get no new version: a new one would have all weights packed again.
+        rows = cast(Any, self.model).embed_tokens.weight.data
+        found = []
+        for at in range(0, len(x), MOST_ROWS):
+            part = slice(at, at + MOST_ROWS)
+            here = [map_tensors(operator.itemgetter(part), state) for state in states]
+            count = min(MOST_ROWS, len(x) - at)
+            rows[:count] = x[part]
+            session = Session(decoder, here, count)
+            session.step(list(range(count)), out[part])
+            found.append(session.current())
+        mixers = [cast(Any, block).mixer for block in cast(Any, self.model.layers)]
+        joined = (m.join_states(each) if len(each) > 1 else each[0]
+                  for m, each in zip(mixers, zip(*found)))  # fmt: skip
+        return out, tuple(joined)
 
 
 #: Modules whose parameters the kernel reads. Others, such as adapters and quantised maps, do more.
