@@ -7,6 +7,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -97,17 +98,21 @@ def test_a_look_at_a_stream_takes_so_many_forecasts(monkeypatch):
     monkeypatch.setattr(
         model, "forecasts_within", lambda rows, at: (asked.append(at.tolist()), plain(rows, at))[1]
     )
-    for spans in ([(296, 400)], [(0, 200), (200, 400)]):
+    for spans, counts in (
+        ([(296, 400)], [4]),
+        ([(0, 200), (200, 400)], [2, 2]),
+        ([(0, 300), (300, 400)], [3, 1]),  # a longer stream has more
+        ([(0, 40), (40, 200), (200, 240), (240, 400)], [1, 1, 2]),  # and a short one may have none
+    ):
         part = Windows(values, spans, 24, 6)
         every = validate(model, part, FitOptions(context=24, validation_windows=None))
         assert every == validate(model, part, FitOptions(context=24, validation_windows=500))
         whole = asked[: len(spans)]
         asked.clear()
         assert every != validate(model, part, FitOptions(context=24, validation_windows=4))
-        for few, many in zip(asked, whole):
-            assert len(few) == 4 // len(spans)
-            assert few[0] == many[0]
-            assert few[-1] == many[-1]
+        assert [len(few) for few in asked] == counts
+        assert asked[0][0] == whole[0][0]
+        assert asked[-1][-1] == whole[-1][-1]
         asked.clear()
 
 
@@ -474,6 +479,7 @@ def test_a_streaming_forecaster_from_the_command_line(tmp_path):
         ({}, "season of 24 rows: give start, the date of the first row"),
         ({"start": 20240101}, "a date must be like 2024-12-31 23:50:00; got 20240101"),
         ({"place": -1}, "place must be a whole number of at least 0; got -1"),
+        ({"start": pd.NaT}, "a date must be like 2024-12-31 23:50:00; got NaT"),
         ({"start": "yesterday"}, "a date must be like 2024-12-31 23:50:00; got 'yesterday'"),
         ({"start": "2024-01-01 05:00+02:00"}, "has an offset from UTC; the dates in training had"),
     ):
@@ -599,6 +605,40 @@ def test_numbers_that_fp32_cannot_hold_are_named(tmp_path):
         assert f"'heat' is {float(number):g} at 2024-01-01 04:00:00, far too large" in found
 
 
+@pytest.mark.parametrize(
+    ("usual", "far", "drowned"),
+    [
+        (lambda n: 0.0 if n % 10 else 1 + n % 7, [1e6], True),  # the rain of a dry year, a fault
+        (lambda n: 0.0 if n % 10 else 1 + n % 7, [], False),
+        (lambda n: 0.5 + 0.01 * math.sin(n), [1e6, -3e6], True),
+        (lambda n: (2000 if 18 <= n % 24 < 22 else 0.5) + 0.01 * math.sin(n), [], False),
+        (lambda n: 5.0, [1e6], False),  # constant: there is nothing that would be lost
+    ],
+)
+def test_faults_that_drown_all_other_numbers_are_refused(tmp_path, usual, far, drowned):
+    """Far values that a channel often takes are no faults."""
+    data = tmp_path / "data.csv"
+    values = [usual(n) for n in range(400)]
+    values[100 : 100 + len(far)] = far
+    dates = [dt.datetime(2024, 1, 1) + dt.timedelta(hours=n) for n in range(400)]
+    data.write_text("\n".join(["date,a", *(f"{d},{v}" for d, v in zip(dates, values))]))
+    arguments = (data, "--out", tmp_path / "m", *SMALL, *QUICK, "--horizon", 5, "--lookback", 24)
+    if not drowned:
+        good("fit", *arguments)
+        return
+    found = str(run("fit", *arguments).exception)
+    assert f"'a' is {max(far, key=abs):g} at 2024-01-05 0{3 + len(far)}:00:00, far too" in found
+    assert not (tmp_path / "m").exists()
+
+
+def test_by_channel_is_for_wide_files(tmp_path):
+    data = tmp_path / "long.csv"
+    dates = [dt.datetime(2024, 1, 1) + dt.timedelta(hours=n) for n in range(80)]
+    data.write_text("\n".join(["unique_id,ds,y", *(f"a,{date},1" for date in dates)]))
+    found = run("fit", data, "--out", tmp_path / "m", "--set", "by_channel=true").exception
+    assert "by_channel and mix_channels are for wide files" in str(found)
+
+
 def test_fit_refuses_before_it_trains(tmp_path):
     data = wide(tmp_path / "data.csv", 30)
     for arguments, message in [
@@ -617,6 +657,11 @@ def test_fit_refuses_before_it_trains(tmp_path):
         (["--out", tmp_path / "m", "--set", "mixer_config=none"], "mixer_config must be a table"),
         (["--out", tmp_path / "m", "--set", "dropout=x"], "dropout must be a share from 0 to 1"),
         (["--out", tmp_path / "m", "--date-format", "%Q"], "date_format must be like"),
+        (["--out", tmp_path / "m", "--date-format", "%Y%Y"], "date_format must be like"),
+        (
+            ["--out", tmp_path / "m", "--set", "dim=5", "--set", "dim.x=3"],
+            "dim must be a whole number",
+        ),
     ]:
         result = run("fit", data, *arguments)
         assert message in str(result.exception), message

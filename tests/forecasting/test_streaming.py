@@ -1,5 +1,7 @@
 """Streams: equal to the definition over all rows at once, saved, forked, and bounded."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,50 @@ def test_a_patch_is_read_in_one_compiled_call(given, monkeypatch):
     assert len(taken) == 2 * times
 
 
+def test_streams_of_one_forecaster_in_several_threads():
+    made = forecaster(channels=3)
+    rows = np.random.default_rng(3).normal(size=(4, 120, 3)).cumsum(1)
+
+    def forecasts(part):
+        stream, found = StreamingForecaster(made), []
+        for row in part:
+            stream.observe(row)
+            found.append(stream.forecast())
+        return found
+
+    alone = [forecasts(part) for part in rows]
+    with ThreadPoolExecutor(len(rows)) as pool:
+        together = list(pool.map(forecasts, rows))
+    np.testing.assert_array_equal(alone, together)
+
+
+def test_a_stream_follows_a_forecaster_that_is_changed(monkeypatch):
+    """Its weights, and a norm that is put in the place of another."""
+    made = forecaster()
+    stream = StreamingForecaster(made)
+    rows = np.random.default_rng(4).normal(size=(9, 2))
+    stream.observe(rows[0])
+    before = stream.forecast()
+    norm = type(made.model.norm)(16, 1e-6)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-2, 2, 16))
+        made.model.blocks[1].mlp.up_proj.weight.mul_(-1)
+    made.model.norm = norm
+    found = []
+    for choice in ("auto", "bf16", "torch"):  # the decoder's bf16 is for language models
+        monkeypatch.setenv(decoder.VARIABLE, choice)
+        found.append(stream.forecast())
+    assert not np.allclose(found[0], before)
+    np.testing.assert_allclose(found[0], found[2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found[0], found[1])
+    monkeypatch.setenv(decoder.VARIABLE, "auto")
+    torch.set_default_dtype(torch.float64)
+    try:
+        np.testing.assert_array_equal(stream.forecast(), found[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_long_portions_are_read_in_segments():
     made = forecaster()
     rows = np.random.default_rng(1).normal(size=(2600, 2))
@@ -194,6 +240,9 @@ def test_bad_rows_are_refused_and_change_nothing():
     before = stream.forecast()
     with pytest.raises(ValueError, match=r"shape \[n, 2\].*got \[3, 3\]"):
         stream.observe(np.ones((3, 3)))
+    for wrong in ([["a", "b"]], [[1.0], [1.0, 2.0]], {"c0": 1.0}):
+        with pytest.raises(ValueError, match="rows must be numbers, 2 in each row; got a"):
+            stream.observe(wrong)
     with pytest.raises(ValueError, match="row 1, column 'c1' is nan"):
         stream.observe([[1.0, 2.0], [1.0, np.nan]])
     with pytest.raises(ValueError, match=r"row 0, column 'c0' is 1e\+45: repeat the last number"):

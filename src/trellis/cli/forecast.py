@@ -120,7 +120,7 @@ def fit(
     from ..evaluation.runner import progress
     from ..forecasting import FitOptions, ForecastConfig, fit_file
     from ..forecasting.fitting import RECIPE_FIT, Look, recipe_model
-    from ..forecasting.forecaster import enough_rows
+    from ..forecasting.forecaster import enough_rows, need_wide
 
     _check_new(out=out)
     model_fields, fit_fields = split_settings(settings)
@@ -143,6 +143,7 @@ def fit(
     if streaming:
         given["normalizer"] = "running"
     given = {"by_channel": channels is not None, **given, **model_fields}
+    need_wide(read, bool(given["by_channel"] or given.get("mix_channels")))
     config = build(ForecastConfig, recipe_model(lookback, given))
     options = build(FitOptions, {**RECIPE_FIT, "seed": seed, **fit_fields})
     for note in read.notes:
@@ -311,7 +312,7 @@ def split_settings(settings: list[str] | None) -> tuple[dict[str, Any], dict[str
                 f"--set must name one of {', '.join(every)}; got {name!r}"
                 f"{checks.did_you_mean(name, every)}"
             )
-        if isinstance(value, dict):
-            value = {**found[kind].get(name, {}), **value}
+        if isinstance(value, dict) and isinstance(found[kind].get(name), dict):
+            value = {**found[kind][name], **value}
         found[kind][name] = None if value == "none" else value
     return found[ForecastConfig], found[FitOptions]

@@ -429,17 +429,21 @@ def _errors_between_patches(model: ForecastModel, windows: Windows, options: Fit
     """
     patch, lookback, horizon = model.config.patch, windows.lookback, windows.horizon
     sums = ErrorSums(levels_of(model))
-    most = options.validation_windows
-    if most is not None:
-        most = max(1, most // len(windows.spans))
+    streams = []
     for begin, end in windows.spans:
         first, stop = begin + lookback, end - horizon  # rows before the first and last target
         if stop < first:
             continue
         start = max(0, first - options.context) if len(windows.spans) == 1 else begin
-        rows = windows.values[start:stop].T
-        places = torch.arange(-(-(first - start) // patch) - 1, rows.shape[1] // patch)
-        places = places[evenly(len(places), most)]
+        places = torch.arange(-(-(first - start) // patch) - 1, (stop - start) // patch)
+        streams.append((start, stop, places))
+    counts = [len(places) for _, _, places in streams]
+    chosen = torch.zeros(sum(counts), dtype=torch.bool)
+    chosen[evenly(len(chosen), options.validation_windows)] = True
+    for (start, stop, places), wanted in zip(streams, chosen.split(counts)):
+        if not wanted.any():
+            continue
+        rows, places = windows.values[start:stop].T, places[wanted]
         out = model.forecasts_within(rows, places)
         ends = torch.cat([(places + 1) * patch, torch.tensor([rows.shape[1]])])
         target = windows.values[start + ends[:, None] + torch.arange(horizon)]

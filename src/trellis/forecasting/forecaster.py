@@ -32,9 +32,13 @@ FORMAT = "trellis-forecaster"
 FORMAT_VERSION = 2
 #: The share of the rows of each series, at its end, that early stopping looks at.
 VALIDATION = 0.2
-#: The least interquartile range of a channel, in deviations: below, the others look alike beside
-#: its farthest numbers, since a window's deviation is taken to be at least 0.003 (VARIANCE_FLOOR).
+#: The least spread of the numbers of a channel, in deviations: below, they look alike beside its
+#: farthest ones, since a window's deviation is taken to be at least 0.003 (VARIANCE_FLOOR).
 RESOLVED = 1e-3
+#: The share of a channel's numbers that may be faults; more of them are what the channel does.
+FAULTS = 0.01
+#: So many numbers say how far apart those of a channel are.
+SEVERAL = 8
 #: The name of the cycle among the tensors of a file.
 _CYCLE = "cycle"
 
@@ -229,6 +233,15 @@ def enough_rows(file: SeriesFile, season: int | None, config: ForecastConfig) ->
     return season if season is not None and fewest >= 2 * season else None
 
 
+def need_wide(file: SeriesFile, asked: bool) -> None:
+    """Raises ValueError if by_channel or mix_channels is asked for, and the file is a long one."""
+    if asked and file.layout == "long":
+        raise ValueError(
+            "by_channel and mix_channels are for wide files, whose channels have common dates; "
+            f"{file.path} is a long one"
+        )
+
+
 def _train_rows(rows: int, config: ForecastConfig) -> int:
     """How many rows of a series are trained on; the others are for early stopping."""
     held = max(config.horizon, int(VALIDATION * rows))
@@ -252,10 +265,7 @@ def fit_file(
     """
     length, horizon = config.lookback + config.horizon, config.horizon
     _check_heads(file, config)
-    if file.layout == "long" and (config.by_channel or config.mix_channels):
-        raise ValueError(
-            "by_channel and mix_channels are for wide files, whose channels have common dates"
-        )
+    need_wide(file, config.by_channel or config.mix_channels)
     least = length + horizon
     values, usual, train, validation, scalers, cycles = [], [], [], [], {}, []
     begin = 0
@@ -295,22 +305,40 @@ def _scaler_of(
     """The scaler of these rows, the first of a series.
 
     Raises ValueError with the file, and the channel or the first channels: where there are fewer
-    than two seasons, or where one number is so far from the others that nothing of them would be
-    left in scaled values.
+    than two seasons, or where a number is so far from the others that nothing of them would be left
+    in scaled values.
     """
-    low, middle, high = np.quantile(rows, [0.25, 0.5, 0.75], axis=0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        lost = (high > low) & ~(high - low >= RESOLVED * rows.std(0)) | (
-            np.abs(rows).max(0) > 1e150
-        )
-    if lost.any():
-        column = int(np.flatnonzero(lost)[0])
-        row = int(np.argmax(np.abs(rows[:, column] - middle[column])))
-        raise ValueError(_too_far(path, series, column, rows[row, column], series.dates[row]))
+    for column, cells in enumerate(rows.T):
+        row = _drowns_others(cells)
+        if row is not None:
+            raise ValueError(_too_far(path, series, column, cells[row], series.dates[row]))
     try:
         return Scaler.of(rows, season, first)
     except ValueError as error:
         raise ValueError(f"{path}: {', '.join(series.names[:3])}: {error}") from error
+
+
+def _drowns_others(cells: np.ndarray) -> int | None:
+    """Where the farthest of a channel's numbers is, if beside a few like it all others look alike.
+
+    A channel that often takes far values, such as a meter that is on for four hours of a day, is
+    none of these: they are what it does.
+    """
+    away = np.abs(cells - np.median(cells))
+    order = np.argsort(away)
+    farthest = int(order[-1])
+    if np.abs(cells).max() > 1e150:
+        return farthest
+    low, high = np.quantile(cells, [0.25, 0.75])
+    if low == high:  # half of them are one number: how far apart are the others?
+        others = cells[away > 0]
+        if len(others) < SEVERAL:
+            return None
+        low, high = np.quantile(others, [0.25, 0.75])
+    most = order[: len(cells) - max(1, round(FAULTS * len(cells)))]
+    least = high - low
+    drowned = 0 < least < RESOLVED * cells.std() and least >= RESOLVED * cells[most].std()
+    return farthest if drowned else None
 
 
 def _too_far(path: Path, series: Series, column: int, value: float, date: Any) -> str:

@@ -21,7 +21,6 @@ the last `patch` rows as one more patch, whose effect on the state is then forgo
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -416,11 +415,17 @@ class ForecastModel(nn.Module):
         hidden, _ = self._encode(self.embed(normal[:, None]), state.layers)
         return torch.cat([state.hidden[:, 1:], hidden], dim=1), level
 
-    @functools.cached_property
-    def _steps(self) -> BlockSteps:
-        """The blocks for one patch at a time. A cached property is no submodule: no weight counts
-        twice."""
-        return BlockSteps(self.blocks, self.norm)
+    def _read_one(
+        self, tokens: Tensor, states: tuple[State, ...]
+    ) -> tuple[Tensor, tuple[State, ...]] | None:
+        """One patch [S, dim] read in a compiled call; None where PyTorch is to read it."""
+        if self.training or self.channel_maps or torch.compiler.is_compiling():
+            return None
+        steps = self.__dict__.get("_steps")
+        if steps is None or not steps.reads(self.blocks, self.norm):
+            # Not as a submodule, in which every weight would count twice.
+            steps = self.__dict__["_steps"] = BlockSteps(self.blocks, self.norm)
+        return steps.read(tokens, states)
 
     @property
     def _decay(self) -> float:
@@ -453,8 +458,8 @@ class ForecastModel(nn.Module):
         if self.channel_embedding is not None:
             by_channel = tokens.unflatten(0, (-1, len(self.channel_embedding)))
             tokens = (by_channel + self.channel_embedding[:, None]).flatten(0, 1)
-        if states is not None and tokens.shape[1] == 1 and not (self.training or self.channel_maps):
-            found = self._steps.read(tokens[:, 0], states)
+        if states is not None and tokens.shape[1] == 1:
+            found = self._read_one(tokens[:, 0], states)
             if found is not None:
                 return found[0][:, None], found[1]
         x, after = self.dropout(tokens), []

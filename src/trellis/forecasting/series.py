@@ -25,6 +25,7 @@ import csv
 import datetime as dt
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,6 +254,8 @@ def moment(date: Any, zone: bool) -> dt.datetime:
             date = _iso_date(str(date)[:26] if isinstance(date, np.datetime64) else str(date))
         except ValueError:
             raise ValueError(f"a date must be like 2024-12-31 23:50:00; got {date!r}") from None
+    if date != date:  # NaT of pandas
+        raise ValueError(f"a date must be like 2024-12-31 23:50:00; got {date!r}")
     if (date.tzinfo is not None) != zone:
         has, had = ("an offset", "none") if date.tzinfo is not None else ("no offset", "one")
         raise ValueError(f"{date} has {has} from UTC; the dates in training had {had}")
@@ -597,7 +600,7 @@ def _check_date_format(form: str) -> None:
     date = dt.datetime(2024, 12, 31, 23, 50, tzinfo=dt.timezone.utc)
     try:
         dt.datetime.strptime(date.strftime(form), form)
-    except ValueError:
+    except (ValueError, re.error):
         raise ValueError(f"date_format must be like '%d.%m.%Y %H:%M'; got {form!r}") from None
 
 

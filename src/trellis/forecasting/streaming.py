@@ -80,8 +80,14 @@ class StreamingForecaster:
         Raises ValueError, and leaves the state as it was, if a number is missing or the shape is
         another.
         """
-        values = np.asarray(rows, dtype=np.float64)
         names = self.forecaster.names
+        try:
+            values = np.asarray(rows, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"rows must be numbers, {len(names)} in each row; got a {type(rows).__name__} "
+                f"({error})"
+            ) from error
         if values.ndim == 1 and len(values):
             values = values[None]
         if values.ndim != 2 or values.shape[1] != len(names):

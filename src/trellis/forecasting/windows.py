@@ -78,18 +78,24 @@ class Scaler(NamedTuple):
                 "rows to learn it from"
             )
         place = (first + np.arange(len(values))) % season
+
+        def by_place(rows: np.ndarray) -> np.ndarray:
+            """The mean [season, C] of rows [N, C] at every place of the cycle, without NaN."""
+            before = first % season
+            cycles = -(-(before + len(rows)) // season)
+            full = np.full((cycles * season, rows.shape[1]), math.nan)
+            full[before : before + len(rows)] = rows
+            return np.nanmean(full.reshape(cycles, season, -1), 0)
+
         far = far_cells(values)
         # What comes at most cycles, such as a peak every night, is no glitch.
-        usual = np.stack([far[place == n].mean(0) > 0.5 for n in range(season)])
+        usual = by_place(far.astype(float)) > 0.5
         values = np.where(far & ~usual[place], math.nan, values)
         # Least squares with a number for every place and one line: without the line, a trend would
         # look like a sawtooth in every cycle.
         time = np.where(np.isnan(values), math.nan, np.arange(len(values))[:, None])
         time = time - np.nanmean(time, 0)
-        level, when = (
-            np.stack([np.nanmean(rows[place == n], 0) for n in range(season)])
-            for rows in (values, time)
-        )
+        level, when = by_place(values), by_place(time)
         apart, moved = time - when[place], values - level[place]
         slope = np.nansum(apart * moved, 0) / np.maximum(np.nansum(np.square(apart), 0), 1e-12)
         cycle = level - when * slope

@@ -14,6 +14,7 @@ import functools
 import logging
 import operator
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from ctypes import c_char_p, c_int64, c_void_p
@@ -167,9 +168,14 @@ class Decoder:
     _told: ClassVar[set[str]] = set()  # reasons that have been logged
 
     @classmethod
-    def of(cls, model: TrellisForCausalLM) -> Decoder | None:
-        """The decoder of a model as it is now; None, with one line in the log, if it has none."""
+    def of(cls, model: TrellisForCausalLM, exact: bool = False) -> Decoder | None:
+        """The decoder of a model as it is now; None, with one line in the log, if it has none.
+
+        exact: packs weights in fp32 whatever TRELLIS_DECODER says.
+        """
         choice = _kind(os.environ.get(VARIABLE, "auto"))
+        if choice == "bf16" and exact:
+            choice = "auto"
         if choice is None:
             return None
         decoder = cls._of_models.get(model)
@@ -422,35 +428,39 @@ class BlockSteps(nn.Module):
         dim = len(norm.weight)
         self.model = nn.Module()
         self.model.layers, self.model.norm = blocks, norm
-        self.model.embed_tokens = nn.Embedding.from_pretrained(torch.zeros(MOST_ROWS, dim))
+        plain: Any = {"dtype": torch.float32, "device": "cpu"}
+        rows = torch.zeros(MOST_ROWS, dim, **plain)
+        self.model.embed_tokens = nn.Embedding.from_pretrained(rows)
         with torch.device("meta"):
             self.lm_head = nn.Linear(dim, dim, bias=False)
-        self.lm_head.weight = nn.Parameter(torch.eye(dim), requires_grad=False)
+        self.lm_head.weight = nn.Parameter(torch.eye(dim, **plain), requires_grad=False)
+        self.known = all(isinstance(cast(Any, b).mixer, STEPPED) for b in blocks)
         self.config = SimpleNamespace(norm_eps=norm.eps, vocab_size=MOST_ROWS)
+
+    def reads(self, blocks: nn.ModuleList, norm: RMSNorm) -> bool:
+        """Whether these are its own."""
+        return self.model.layers is blocks and self.model.norm is norm
 
     def read(self, x: Tensor, states: Sequence[Any]) -> tuple[Tensor, tuple[Any, ...]] | None:
         """The hidden vectors after the vectors x [S, dim] of S sequences, and the states behind
         them, one for each block. The states that are given stay as they are.
 
-        None, and nothing is read, if PyTorch is to do it, as for attention, whose cache is not to
-        be copied, and for so many sequences that PyTorch is as fast.
+        None, and nothing is read, if PyTorch is to do it, as for mixers other than STEPPED, and for
+        so many sequences that PyTorch is as fast.
         """
         if (
-            torch.is_grad_enabled()
+            not self.known
+            or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or x.dtype != torch.float32
             or x.device.type != "cpu"
             or not 0 < len(x) <= MOST_SEQUENCES
         ):
             return None
-        decoder = Decoder.of(cast(Any, self))
-        if (
-            decoder is None
-            or "attention" in decoder.kinds
-            or [_shapes(state) for state in states] != decoder.templates
-        ):
+        decoder = Decoder.of(cast(Any, self), exact=True)
+        if decoder is None or [_shapes(state) for state in states] != decoder.templates:
             return None
-        out = torch.empty(x.shape)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         # By `data` the rows get no new version: a new one would have all weights packed again.
         rows = cast(Any, self.model).embed_tokens.weight.data
         found = []
@@ -458,15 +468,21 @@ class BlockSteps(nn.Module):
             part = slice(at, at + MOST_ROWS)
             here = [map_tensors(operator.itemgetter(part), state) for state in states]
             count = min(MOST_ROWS, len(x) - at)
-            rows[:count] = x[part]
             session = Session(decoder, here, count)
-            session.step(list(range(count)), out[part])
+            with _ROWS:
+                rows[:count] = x[part]
+                session.step(list(range(count)), out[part])
             found.append(session.current())
         mixers = [cast(Any, block).mixer for block in cast(Any, self.model.layers)]
         joined = (m.join_states(each) if len(each) > 1 else each[0]
                   for m, each in zip(mixers, zip(*found)))  # fmt: skip
         return out, tuple(joined)
 
+
+#: Mixers whose states `BlockSteps` reads into; the cache of attention is too large to be copied.
+STEPPED = (TrellisMixer, DeltaNetMixer)
+#: Held while vectors are in the rows of an embedding, which all threads share.
+_ROWS = threading.Lock()
 
 #: Modules whose parameters the kernel reads. Others, such as adapters and quantised maps, do more.
 PLAIN = (
