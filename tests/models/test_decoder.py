@@ -470,6 +470,19 @@ def test_a_model_with_a_decoder_is_copied_and_pickled():
         assert taken(other)
 
 
+def test_the_default_dtype_of_torch_changes_nothing():
+    model, ids = small_model("trellis"), tokens(1, 8)
+    first, second = (steps(model, model.init_cache(1), ids) for _ in range(2))
+    assert torch.equal(first, second)
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = copy.deepcopy(model)  # packed anew
+        assert torch.equal(steps(model, model.init_cache(1), ids), first)
+        assert torch.equal(steps(other, other.init_cache(1), ids), first)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def block_steps(mixer, dim=32):
     """A `BlockSteps` of two blocks with weights that are not what they start as."""
     torch.manual_seed(0)

@@ -54,6 +54,8 @@ MOST_SEQUENCES = 4 * MOST_ROWS
 BYTES_OF_A_LAYER = 40e6
 #: Bytes of weights for which another thread is worth waiting for.
 BYTES_OF_A_THREAD = 16e6
+#: What the kernel writes to, whatever torch's default dtype and device are.
+FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 #: Columns that a key-value cache has room for beyond those in use, at least.
 COLUMNS = 256
 
@@ -329,9 +331,9 @@ class Decoder:
             session = Session(self, states, len(ids))
         rows, tokens = ids.shape
         first = max(tokens - keep, 0) if keep else 0
-        logits = torch.empty(rows, tokens - first, self.vocabulary)
+        logits = torch.empty(rows, tokens - first, self.vocabulary, **FP32)
         for t, column in enumerate(columns):
-            place = logits if tokens - first == 1 else torch.empty(rows, self.vocabulary)
+            place = logits if tokens - first == 1 else torch.empty(rows, self.vocabulary, **FP32)
             session.step(column, place if t >= first else None)
             if t >= first and place is not logits:
                 logits[:, t - first] = place
@@ -428,12 +430,11 @@ class BlockSteps(nn.Module):
         dim = len(norm.weight)
         self.model = nn.Module()
         self.model.layers, self.model.norm = blocks, norm
-        plain: Any = {"dtype": torch.float32, "device": "cpu"}
-        rows = torch.zeros(MOST_ROWS, dim, **plain)
+        rows = torch.zeros(MOST_ROWS, dim, **FP32)
         self.model.embed_tokens = nn.Embedding.from_pretrained(rows)
         with torch.device("meta"):
             self.lm_head = nn.Linear(dim, dim, bias=False)
-        self.lm_head.weight = nn.Parameter(torch.eye(dim, **plain), requires_grad=False)
+        self.lm_head.weight = nn.Parameter(torch.eye(dim, **FP32), requires_grad=False)
         self.known = all(isinstance(cast(Any, b).mixer, STEPPED) for b in blocks)
         self.config = SimpleNamespace(norm_eps=norm.eps, vocab_size=MOST_ROWS)
 
@@ -460,7 +461,7 @@ class BlockSteps(nn.Module):
         decoder = Decoder.of(cast(Any, self), exact=True)
         if decoder is None or [_shapes(state) for state in states] != decoder.templates:
             return None
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, **FP32)
         # By `data` the rows get no new version: a new one would have all weights packed again.
         rows = cast(Any, self.model).embed_tokens.weight.data
         found = []
@@ -587,7 +588,7 @@ def _projections(
                     f"{name}_unit": int(name in unit)}  # fmt: skip
         at += part.out_features
         if name in ("step", "decay"):
-            none = torch.zeros(part.out_features)
+            none = torch.zeros(part.out_features, **FP32)
             tensors[f"{name}_bias"] = none if part.bias is None else part.bias
     for name, convolution in mixer.convolutions.items():
         tensors[f"{name}_conv"] = convolution.weight.T
